@@ -171,8 +171,6 @@ COUNTERS_PY = '''# SPDX-License-Identifier: Apache-2.0
 # fmt: off
 """What a rank counts. Made by docs/generate.py of common/counters/counters.h."""
 
-__all__ = ["METRICS", "SERVER_STATS", "TOLD"]
-
 SERVER_STATS = (
 {members})
 """Members of ``fanin_server_stats`` behind its size, in their order."""

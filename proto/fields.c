@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "dtype.h"
 #include "fields.h"
+#include "patch.h"
 
 #include <stddef.h>
 
@@ -70,6 +71,8 @@ static const char *check_wait_ok(const void *message)
     const msg_wait_ok *m = message;
     if (m->token.size != 0 && m->token.size != 16)
         return "a token has 16 bytes";
+    if (m->patches.size > 0 && (m->patches.size < 24 || m->patches.size % 16 != 8))
+        return "patches are three numbers and two for each patch";
     return m->word % WORD_SIZE ? WORD_MISPLACED : NULL;
 }
 
@@ -114,7 +117,8 @@ TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
       U64(6, msg_list_entry, bytes), ID(7, msg_list_entry, key_digest),
       I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED),
       OPTIONAL_NUMBER(9, FIELD_U64, msg_list_entry, state_age_ms, UINT64_MAX),
-      OPTIONAL_NUMBER(10, FIELD_U64, msg_list_entry, commit_age_ms, UINT64_MAX));
+      OPTIONAL_NUMBER(10, FIELD_U64, msg_list_entry, commit_age_ms, UINT64_MAX),
+      OPTIONAL_NUMBER(11, FIELD_U64, msg_list_entry, taken_back, UINT64_MAX));
 
 #define COUNT(key, type, member)                                                       \
     OPTIONAL_NUMBER(key, FIELD_U64, type, member, UINT64_MAX)
@@ -160,7 +164,8 @@ CHECKED_TABLE(fields_page, check_page, U64(1, msg_blob_page, total),
 TABLE(fields_wait, NAME(1, msg_wait, publication),
       I32(2, msg_wait, rule, WIRE_RULE_NEWEST, WIRE_RULE_AT_LEAST),
       U64(3, msg_wait, step), U32(4, msg_wait, timeout_ms, 0, UINT32_MAX),
-      OPTIONAL_NUMBER(5, FIELD_U64, msg_wait, begin_version, UINT64_MAX));
+      OPTIONAL_NUMBER(5, FIELD_U64, msg_wait, begin_version, UINT64_MAX),
+      OPTIONAL_NUMBER(6, FIELD_BOOL, msg_wait, deltas, 1));
 CHECKED_TABLE(fields_wait_ok, check_wait_ok, U64(1, msg_wait_ok, step),
               U64(2, msg_wait_ok, catalog_version), ID(3, msg_wait_ok, key_digest),
               OPTIONAL_NUMBER(4, FIELD_U64, msg_wait_ok, stable_ns, UINT64_MAX),
@@ -168,6 +173,7 @@ CHECKED_TABLE(fields_wait_ok, check_wait_ok, U64(1, msg_wait_ok, step),
               OPTIONAL_NUMBER(6, FIELD_U32, msg_wait_ok, lease_ms, UINT32_MAX),
               OPTIONAL_NUMBER(7, FIELD_U64, msg_wait_ok, epoch, UINT64_MAX),
               OPTIONAL_NUMBER(8, FIELD_U64, msg_wait_ok, word, UINT64_MAX),
+              {9, FIELD_BYTES, false, AT(msg_wait_ok, patches), 0, PATCH_OFFERS_BYTES},
               OPTIONAL_NUMBER(KEY_CRITICAL, FIELD_U32, msg_wait_ok, first_region,
                               UINT32_MAX));
 

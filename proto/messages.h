@@ -98,6 +98,7 @@ typedef struct msg_list_entry {
     int32_t state; /**< FANIN_PUBLICATION_... */
     /** since it has this state, since the last commit; rounded up, 0: not known */
     uint64_t state_age_ms, commit_age_ms;
+    uint64_t taken_back; /**< 1 and the last step that was withdrawn; 0: none */
 } msg_list_entry;
 
 typedef struct msg_blob_request { /* MSG_KEYS, MSG_BOXES, MSG_REGIONS */
@@ -122,6 +123,7 @@ typedef struct msg_wait {
     uint32_t timeout_ms;
     /** begin too, if the answer comes at once and this is the catalog version; 0: only announce */
     uint64_t begin_version;
+    bool deltas; /**< tell the patches that there are; the session wants more of them */
 } msg_wait;
 
 typedef struct msg_wait_ok {
@@ -135,6 +137,7 @@ typedef struct msg_wait_ok {
     uint32_t lease_ms;
     uint64_t epoch, word;  /**< of older servers; no epoch without a word */
     uint32_t first_region; /**< as of begin_ok */
+    bytes_view patches;    /**< patch_offers (patch.h); empty: not told; borrowed */
 } msg_wait_ok;
 
 typedef struct msg_begin {
@@ -217,7 +220,7 @@ typedef struct msg_offer {
     uint32_t port;           /**< that it listens on; nothing with gone */
     uint8_t incarnation[16]; /**< of its hello_ok */
     char host[64];           /**< host_id of its hello_ok */
-    char place[64];          /**< for a person, and for who prefers near ones */
+    char place[64];          /**< place.h */
     bool local;              /**< only its own host reaches it */
     bool gone;               /**< it hands on nothing of this publication any more */
     /** what it has done, for the rank's statistics */
@@ -247,6 +250,8 @@ typedef struct msg_holders_ok {
         all; /**< the entries are the whole list, not changes of the one that was known */
     holder_entry *entries;
     uint32_t n_entries;
+    const bytes_view *encoded; /**< instead of entries, for encode_holders_ok() alone */
+    size_t n_encoded;
 } msg_holders_ok;
 
 typedef struct msg_landed {
@@ -360,6 +365,8 @@ void encode_read(buffer *b, uint64_t request, const msg_read *m);
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes);
 void encode_digest(buffer *b, uint64_t request, const msg_read *m);
 void encode_holders_ok(buffer *b, uint64_t request, const msg_holders_ok *m);
+/** One of `encoded`. */
+void encode_holder_entry(buffer *b, const holder_entry *e);
 void encode_landed_ok(buffer *b, uint64_t request, const msg_landed_ok *m);
 /** PING, PONG, OFFER_OK: an empty map. */
 void encode_empty(buffer *b, uint64_t request, message_type type);

@@ -289,9 +289,16 @@ void encode_holders_ok(buffer *b, uint64_t request, const msg_holders_ok *m)
     pack_fields(b, &fields_holders_ok, m, 1);
     pack_uint(b, KEY_HOLDERS_ENTRIES);
     pack_array(b, m->n_entries);
-    for (uint32_t i = 0; i < m->n_entries; i++)
-        pack_fields(b, &fields_holder_entry, &m->entries[i], 0);
+    for (size_t i = 0; i < m->n_encoded; i++)
+        buffer_append(b, m->encoded[i].data, m->encoded[i].size);
+    for (uint32_t i = 0; i < m->n_entries && !m->encoded; i++)
+        encode_holder_entry(b, &m->entries[i]);
     frame_close(b, start, request, MSG_HOLDERS_OK);
+}
+
+void encode_holder_entry(buffer *b, const holder_entry *e)
+{
+    pack_fields(b, &fields_holder_entry, e, 0);
 }
 
 void encode_landed_ok(buffer *b, uint64_t request, const msg_landed_ok *m)

@@ -17,6 +17,9 @@ typedef struct member {
     uint8_t id[16];
 } member;
 
+/** How far away another reader is. Where no racks are said, all are as far as the site. */
+typedef enum nearness { NEAR_HOST, NEAR_RACK, NEAR_SITE } nearness;
+
 /** @p owner[unit]: a number of @p members, whatever their order: as of ascending ids. @p load has
     room for @p n_members numbers; afterwards how many units each has. */
 void duty_deal(const member *members, size_t n_members, uint32_t *owner, size_t n_units,

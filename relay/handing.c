@@ -12,9 +12,9 @@ fanin_status handing_fill(fanin_server *s, const char *publication, uint64_t ste
 }
 
 fanin_status handing_prove(fanin_server *s, const char *publication, uint64_t step,
-                           uint32_t first, uint32_t count, fanin_error *error)
+                           const landed_range *ranges, size_t n, fanin_error *error)
 {
-    return server_prove(s, publication, step, first, count, error);
+    return server_prove(s, publication, step, ranges, n, error);
 }
 
 member handing_member(const fanin_server *s)

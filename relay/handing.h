@@ -4,13 +4,14 @@
 #define HANDING_H
 
 #include "duty.h"
+#include "messages.h"
 #include <fanin/server.h>
 
 /** server_fill() and server_prove() of server/publish/filling.h. */
 fanin_status handing_fill(fanin_server *s, const char *publication, uint64_t step,
                           fanin_error *error);
 fanin_status handing_prove(fanin_server *s, const char *publication, uint64_t step,
-                           uint32_t first, uint32_t count, fanin_error *error);
+                           const landed_range *ranges, size_t n, fanin_error *error);
 /** As its hello_ok tells them: who it is, and on which host. Static until it is destroyed. */
 member handing_member(const fanin_server *s);
 const char *handing_host(const fanin_server *s);

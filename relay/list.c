@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "host.h"
 #include "net/client_state.h"
+#include "place.h"
 #include "socket.h"
 #include "thread.h"
 #include "wake.h"
@@ -30,7 +31,27 @@ typedef struct task {
     list_rank *ranks;
     size_t n_ranks;
     msg_offer offer;
+    size_t n_lists;
+    uint8_t whole[16]; /* the holding of the second list, if there are two */
 } task;
+
+/* Of an offer, or of a request for changes. */
+typedef struct answer {
+    size_t left; /* 1: it is awaited */
+    deadline at;
+    fanin_status status;
+    fanin_error error;
+    msg_holders_ok list;
+} answer;
+
+/* A list as far as the rank has told it: of those who hold the same, or all tensors whole. */
+typedef struct known_list {
+    uint64_t version; /* the thread's own */
+    holder_entry *entries;
+    size_t n, capacity;
+} known_list;
+
+#define LISTS 2
 
 struct holders_list {
     const fanin_client_config *config;
@@ -43,15 +64,15 @@ struct holders_list {
     /* the thread's own */
     fanin_client *client;
     uint8_t world_id[16]; /* that the client demands */
-    char rank[72];        /* it is connected to, "" none */
-    uint64_t version;
-    bool refused;         /* it was said that relays are not allowed */
     pthread_mutex_t lock; /* guards what follows */
+    char rank[72]; /* the client is connected to, "" none; the thread writes it */
     atomic_bool stop;
     task task;
     bool has_numbers, is_known;
-    holder_entry *entries;
-    size_t n_entries, capacity;
+    bool refused; /* a rank has said that relays are not allowed */
+    int32_t
+        stale_rank; /* that has said that the step is none of its own, or no more; -1 */
+    known_list lists[LISTS];
     uint64_t changes;
 };
 
@@ -72,11 +93,21 @@ static bool copy_ranks(task *t, const list_rank *ranks, size_t n)
     return t->ranks != NULL;
 }
 
-bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank *ranks,
-                size_t n_ranks, const msg_offer *offer)
+/* Lock held. */
+static void forget_lists(holders_list *list)
 {
-    task next = {.wanted = true, .offer = *offer};
+    for (size_t i = 0; i < LISTS; i++)
+        list->lists[i].n = 0;
+    list->changes++;
+}
+
+bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank *ranks,
+                size_t n_ranks, const msg_offer *offer, const digest *whole)
+{
+    task next = {.wanted = true, .offer = *offer, .n_lists = whole ? LISTS : 1};
     memcpy(next.world_id, world_id, sizeof next.world_id);
+    if (whole)
+        memcpy(next.whole, whole->bytes, sizeof next.whole);
     if (!copy_ranks(&next, ranks, n_ranks))
         return false;
     pthread_mutex_lock(&list->lock);
@@ -84,8 +115,8 @@ bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank 
     task_clear(&list->task);
     list->task = next;
     list->is_known = false;
-    list->n_entries = 0;
-    list->changes++;
+    list->stale_rank = -1;
+    forget_lists(list);
     pthread_mutex_unlock(&list->lock);
     wake_up(list->wake.fd);
     return true;
@@ -112,22 +143,21 @@ void list_withdraw(holders_list *list)
     pthread_mutex_lock(&list->lock);
     list->task.serial += list->task.wanted;
     list->task.wanted = false;
-    list->n_entries = 0;
-    list->changes++;
+    forget_lists(list);
     pthread_mutex_unlock(&list->lock);
     wake_up(list->wake.fd);
 }
 
 /* Where the entry is reached from here; false: nowhere. */
-static bool find_address(const holders_list *list, const holder_entry *e,
-                         char out[sizeof((holder *)0)->address])
+static bool find_address(const holders_list *list, const holder_entry *e, holder *to)
 {
-    bool here = list->host[0] && strcmp(list->host, e->host) == 0;
+    char *out = to->address;
+    bool here = to->is_here = list->host[0] && strcmp(list->host, e->host) == 0;
     const char *port = strrchr(e->address, ':'), *colon = strrchr(list->rank, ':');
     if (!port || (e->local && !here))
         return false;
     int host = colon ? (int)(colon - list->rank) : 0;
-    size_t size = sizeof((holder *)0)->address;
+    size_t size = sizeof to->address;
     if (e->local)
         snprintf(out, size, "127.0.0.1%s", port);
     else if (port == e->address)
@@ -137,12 +167,58 @@ static bool find_address(const holders_list *list, const holder_entry *e,
     return true;
 }
 
-bool list_is_known(holders_list *list)
+static bool read_flag(holders_list *list, const bool *flag)
 {
     pthread_mutex_lock(&list->lock);
-    bool known = list->is_known;
+    bool set = *flag;
     pthread_mutex_unlock(&list->lock);
-    return known;
+    return set;
+}
+
+bool list_is_refused(holders_list *list)
+{
+    return read_flag(list, &list->refused);
+}
+
+int32_t list_stale_rank(holders_list *list)
+{
+    pthread_mutex_lock(&list->lock);
+    int32_t rank = list->stale_rank;
+    pthread_mutex_unlock(&list->lock);
+    return rank;
+}
+
+bool list_is_known(holders_list *list)
+{
+    return read_flag(list, &list->is_known);
+}
+
+static nearness near_of(const holders_list *list, const holder_entry *e, bool is_here)
+{
+    const char *own = list->task.offer.place;
+    if (!strchr(own, '/') || strcmp(own, e->place) != 0)
+        return NEAR_SITE;
+    return is_here ? NEAR_HOST : NEAR_RACK;
+}
+
+/* Lock held. */
+static size_t copy_list(const holders_list *list, size_t which, const member *self,
+                        holder *out)
+{
+    const known_list *h = &list->lists[which];
+    size_t n = 0;
+    for (size_t i = 0; i < h->n; i++) {
+        const holder_entry *e = &h->entries[i];
+        holder one = {.is_whole = which > 0};
+        memcpy(one.who.id, e->incarnation, sizeof one.who.id);
+        if (member_compare(&one.who, self) != 0 &&
+            place_same_site(e->place, list->task.offer.place) &&
+            find_address(list, e, &one)) {
+            one.near = near_of(list, e, one.is_here);
+            out[n++] = one;
+        }
+    }
+    return n;
 }
 
 bool list_copy(holders_list *list, const member *self, uint64_t *seen, holder **out,
@@ -150,15 +226,10 @@ bool list_copy(holders_list *list, const member *self, uint64_t *seen, holder **
 {
     pthread_mutex_lock(&list->lock);
     bool is_new = *seen != list->changes;
-    holder *all = is_new ? calloc(list->n_entries + 1, sizeof *all) : NULL;
-    size_t n = 0;
-    for (size_t i = 0; all && i < list->n_entries; i++) {
-        const holder_entry *e = &list->entries[i];
-        memcpy(all[n].who.id, e->incarnation, sizeof all[n].who.id);
-        if (member_compare(&all[n].who, self) != 0 &&
-            find_address(list, e, all[n].address))
-            n++;
-    }
+    size_t n = 0, most = list->lists[0].n + list->lists[1].n;
+    holder *all = is_new ? calloc(most + 1, sizeof *all) : NULL;
+    for (size_t i = 0; all && i < LISTS; i++)
+        n += copy_list(list, i, self, all + n);
     if (all)
         *seen = list->changes;
     pthread_mutex_unlock(&list->lock);
@@ -168,14 +239,6 @@ bool list_copy(holders_list *list, const member *self, uint64_t *seen, holder **
 }
 
 /* --------------------------------------------------------------------------- answers */
-
-/* Of an offer, or of a request for changes. */
-typedef struct answer {
-    size_t left; /* 1: it is awaited */
-    fanin_status status;
-    fanin_error error;
-    msg_holders_ok list;
-} answer;
 
 static void on_answer(void *cookie, connection *c, message_type type, body *b)
 {
@@ -190,59 +253,71 @@ static void on_answer(void *cookie, connection *c, message_type type, body *b)
     a->status = connection_reply_error(c, "relays", type, b, &a->error);
 }
 
-static size_t find_entry(const holders_list *list, const holder_entry *e)
+static size_t find_entry(const known_list *h, const holder_entry *e)
 {
     size_t i = 0;
-    while (i < list->n_entries && memcmp(list->entries[i].incarnation, e->incarnation,
-                                         sizeof e->incarnation) != 0)
+    while (i < h->n && memcmp(h->entries[i].incarnation, e->incarnation,
+                              sizeof e->incarnation) != 0)
         i++;
     return i;
 }
 
 /* Lock held. False: no memory, or too many. */
-static bool apply_entry(holders_list *list, const holder_entry *e)
+static bool apply_entry(known_list *h, const holder_entry *e)
 {
-    size_t at = find_entry(list, e);
+    size_t at = find_entry(h, e);
     if (e->left) {
-        if (at < list->n_entries)
-            list->entries[at] = list->entries[--list->n_entries];
+        if (at < h->n)
+            h->entries[at] = h->entries[--h->n];
         return true;
     }
     if (at == LIMIT_HOLDERS ||
-        !array_reserve(&list->entries, &list->capacity, at + 1, sizeof *list->entries))
+        !array_reserve(&h->entries, &h->capacity, at + 1, sizeof *h->entries))
         return false;
-    list->entries[at] = *e;
-    list->n_entries += at == list->n_entries;
+    h->entries[at] = *e;
+    h->n += at == h->n;
     return true;
 }
 
-/* False: the list is to be asked for as a whole. */
-static bool apply_answer(holders_list *list, uint64_t serial, const msg_holders_ok *m)
+/* Without memory for it the list is asked for as a whole. */
+static void apply_answer(holders_list *list, const task *t, known_list *h,
+                         const msg_holders_ok *m)
 {
     bool good = true;
     pthread_mutex_lock(&list->lock);
-    if (serial == list->task.serial) {
+    h->version = m->version;
+    if (t->serial == list->task.serial) {
         if (m->all)
-            list->n_entries = 0;
+            h->n = 0;
         for (uint32_t i = 0; i < m->n_entries && good; i++)
-            good = apply_entry(list, &m->entries[i]);
+            good = apply_entry(h, &m->entries[i]);
         list->changes += m->all || m->n_entries > 0;
         list->is_known = true;
+        for (size_t i = 0; i < t->n_lists; i++)
+            list->is_known = list->is_known && list->lists[i].version > 0;
     }
     pthread_mutex_unlock(&list->lock);
     if (m->all || m->n_entries > 0)
         wake_up(list->changed);
-    return good;
+    if (!good)
+        h->version = 0;
 }
 
 /* ------------------------------------------------------------------- the rank's side */
+
+static void set_rank(holders_list *list, const char *address)
+{
+    pthread_mutex_lock(&list->lock);
+    snprintf(list->rank, sizeof list->rank, "%s", address);
+    pthread_mutex_unlock(&list->lock);
+}
 
 static void drop_client(holders_list *list)
 {
     if (list->client)
         loop_remove(&list->client->loop, &list->wake);
     fanin_client_destroy(&list->client);
-    list->rank[0] = '\0';
+    set_rank(list, "");
 }
 
 static fanin_status make_client(holders_list *list, const task *t, fanin_error *error)
@@ -289,11 +364,11 @@ static fanin_status find_rank(holders_list *list, const task *t, fanin_error *er
     fanin_status status = make_client(list, t, error);
     if (status == FANIN_OK && is_connected_to_rank(list))
         return FANIN_OK;
-    list->rank[0] = '\0';
+    set_rank(list, "");
     for (size_t i = 0; status == FANIN_OK && i < t->n_ranks; i++) {
         fanin_status tried = connect_rank(list, &t->ranks[i], error);
         if (tried == FANIN_OK) {
-            snprintf(list->rank, sizeof list->rank, "%s", t->ranks[i].address);
+            set_rank(list, t->ranks[i].address);
             return FANIN_OK;
         }
         if (i + 1 == t->n_ranks || atomic_load(&list->stop))
@@ -324,12 +399,20 @@ static void send_offer(holders_list *list, const msg_offer *m, answer *a)
     connection_ask(c, request, a ? on_answer : NULL, a);
 }
 
-static fanin_status await_answer(holders_list *list, uint64_t serial, answer *a,
-                                 uint64_t ms, fanin_error *error)
+static bool are_awaited(const answer *a, size_t n)
 {
-    deadline at = deadline_in_ms(ms);
+    bool all = true;
+    for (size_t i = 0; i < n; i++)
+        all = all && a[i].left > 0;
+    return all;
+}
+
+/* Until one of them is there, or the task is over. */
+static fanin_status await_answer(holders_list *list, uint64_t serial, const answer *a,
+                                 size_t n, fanin_error *error)
+{
     fanin_status status = FANIN_OK;
-    while (a->left > 0 && status == FANIN_OK && !is_task_over(list, serial)) {
+    while (are_awaited(a, n) && status == FANIN_OK && !is_task_over(list, serial)) {
         pthread_mutex_lock(&list->lock);
         bool has_numbers = list->has_numbers;
         msg_offer numbers = list->task.offer;
@@ -337,9 +420,17 @@ static fanin_status await_answer(holders_list *list, uint64_t serial, answer *a,
         pthread_mutex_unlock(&list->lock);
         if (has_numbers && is_connected_to_rank(list))
             send_offer(list, &numbers, NULL);
-        if (a->left > 0)
+        deadline at = deadline_sooner(a[0].at, a[n - 1].at);
+        if (are_awaited(a, n))
             status = client_step(list->client, at, at, "relays", error);
     }
+    return status;
+}
+
+/* It is not waited for any longer. */
+static fanin_status finish_answer(holders_list *list, answer *a, fanin_status status,
+                                  fanin_error *error)
+{
     if (a->left > 0)
         connection_forget(rank_connection(list), a);
     else if (status == FANIN_OK && a->status != FANIN_OK)
@@ -349,7 +440,7 @@ static fanin_status await_answer(holders_list *list, uint64_t serial, answer *a,
 
 static fanin_status offer_to_rank(holders_list *list, const task *t, fanin_error *error)
 {
-    answer a = {.left = 1, .error = FANIN_ERROR_INIT};
+    answer a = {.left = 1, .at = deadline_in_ms(ASK_MS), .error = FANIN_ERROR_INIT};
     connection *c = rank_connection(list);
     error_place place = connection_place(c, "relays");
     place.remedy = "use the same fanin release on both ends";
@@ -358,29 +449,62 @@ static fanin_status offer_to_rank(holders_list *list, const task *t, fanin_error
                          "rank %u at %s knows no relays", connection_peer(c)->rank,
                          connection_text(c));
     send_offer(list, &t->offer, &a);
-    list->version = 0;
-    return await_answer(list, t->serial, &a, ASK_MS, error);
+    for (size_t i = 0; i < LISTS; i++)
+        list->lists[i].version = 0;
+    fanin_status status = await_answer(list, t->serial, &a, 1, error);
+    return finish_answer(list, &a, status, error);
 }
 
+static void ask_changes(holders_list *list, const task *t, size_t which, answer *a)
+{
+    connection *c = rank_connection(list);
+    msg_holders m = {.step = t->offer.step,
+                     .version = list->lists[which].version,
+                     .timeout_ms = PARKED_MS};
+    snprintf(m.publication, sizeof m.publication, "%s", t->offer.publication);
+    memcpy(m.holding, which > 0 ? t->whole : t->offer.holding, sizeof m.holding);
+    *a = (answer){
+        .left = 1, .at = deadline_in_ms(PARKED_MS + ASK_MS), .error = FANIN_ERROR_INIT};
+    uint64_t request = connection_next_request(c);
+    encode_holders(connection_out(c), request, &m);
+    connection_ask(c, request, on_answer, a);
+}
+
+/* Takes what is there, and asks for what comes then. */
+static fanin_status take_changes(holders_list *list, const task *t, answer *answers,
+                                 fanin_error *error)
+{
+    for (size_t i = 0; i < t->n_lists; i++) {
+        answer *a = &answers[i];
+        if (a->left > 0)
+            continue;
+        if (a->status != FANIN_OK)
+            return error_copy(error, &a->error);
+        apply_answer(list, t, &list->lists[i], &a->list);
+        holders_free(&a->list);
+        if (!is_task_over(list, t->serial))
+            ask_changes(list, t, i, a);
+    }
+    return FANIN_OK;
+}
+
+/* Until the task is another one, or something fails. */
 static fanin_status hear_of_others(holders_list *list, const task *t,
                                    fanin_error *error)
 {
-    answer a = {.left = 1, .error = FANIN_ERROR_INIT};
-    connection *c = rank_connection(list);
-    msg_holders m = {
-        .step = t->offer.step, .version = list->version, .timeout_ms = PARKED_MS};
-    snprintf(m.publication, sizeof m.publication, "%s", t->offer.publication);
-    memcpy(m.holding, t->offer.holding, sizeof m.holding);
-    uint64_t request = connection_next_request(c);
-    encode_holders(connection_out(c), request, &m);
-    connection_ask(c, request, on_answer, &a);
-    fanin_status status = await_answer(list, t->serial, &a, PARKED_MS + ASK_MS, error);
-    if (status == FANIN_OK && a.left == 0) {
-        list->version = a.list.version;
-        if (!apply_answer(list, t->serial, &a.list))
-            list->version = 0;
+    answer answers[LISTS] = {0};
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < t->n_lists; i++)
+        ask_changes(list, t, i, &answers[i]);
+    while (status == FANIN_OK && !is_task_over(list, t->serial)) {
+        status = await_answer(list, t->serial, answers, t->n_lists, error);
+        if (status == FANIN_OK)
+            status = take_changes(list, t, answers, error);
     }
-    holders_free(&a.list);
+    for (size_t i = 0; i < t->n_lists; i++) {
+        status = finish_answer(list, &answers[i], status, error);
+        holders_free(&answers[i].list);
+    }
     return status;
 }
 
@@ -398,26 +522,25 @@ static void tell_failure(holders_list *list, fanin_status status,
 {
     bool refused = status == FANIN_ERR_UNSUPPORTED;
     pthread_mutex_lock(&list->lock);
+    bool again = refused && list->refused;
+    list->refused = refused;
+    list->stale_rank = status == FANIN_ERR_STALE ? why->rank : -1;
     list->is_known = true;
     pthread_mutex_unlock(&list->lock);
     wake_up(list->changed);
-    if (refused && list->refused)
+    if (again)
         return;
-    list->refused = refused;
     log_write(&list->log, refused ? FANIN_LOG_WARNING : FANIN_LOG_INFO, "relay-list",
               "this reader hears of no other relays: %s; %s", why->message,
               why->remedy);
 }
 
-/* Until the task is another one, or something fails. */
 static fanin_status serve_task(holders_list *list, const task *t, fanin_error *error)
 {
     fanin_status status = find_rank(list, t, error);
     if (status == FANIN_OK)
         status = offer_to_rank(list, t, error);
-    while (status == FANIN_OK && !is_task_over(list, t->serial))
-        status = hear_of_others(list, t, error);
-    return status;
+    return status == FANIN_OK ? hear_of_others(list, t, error) : status;
 }
 
 static bool take_task(holders_list *list, task *t)
@@ -464,7 +587,8 @@ fanin_status list_create(const fanin_client_config *config, const logger *log,
     holders_list *list = calloc(1, sizeof *list);
     if (!list)
         return error_set_memory(error);
-    *list = (holders_list){.config = config, .log = *log, .changed = changed};
+    *list = (holders_list){
+        .config = config, .log = *log, .changed = changed, .stale_rank = -1};
     pthread_mutex_init(&list->lock, NULL);
     host_id(NULL, list->host);
     fanin_status status = loop_source_wake(&list->wake, error);
@@ -491,7 +615,8 @@ void list_destroy(holders_list **list)
     if (l->wake.fd >= 0)
         close(l->wake.fd);
     task_clear(&l->task);
-    free(l->entries);
+    for (size_t i = 0; i < LISTS; i++)
+        free(l->lists[i].entries);
     pthread_mutex_destroy(&l->lock);
     free(l);
 }

@@ -8,6 +8,7 @@
 #ifndef LIST_H
 #define LIST_H
 
+#include "digest.h"
 #include "duty.h"
 #include "log.h"
 #include "messages.h"
@@ -17,6 +18,9 @@
 typedef struct holder {
     member who;
     char address[72];
+    nearness near;
+    bool is_whole; /**< it holds all tensors whole, and not what this reader holds */
+    bool is_here;  /**< on this host */
     bool
         remembered; /**< of the step before: it has not said yet that it wants this one */
 } holder;
@@ -36,18 +40,24 @@ fanin_status list_create(const fanin_client_config *config, const logger *log,
 void list_destroy(holders_list **list);
 
 /** What is offered from now on, to the first of the world's @p ranks, in their order, that answers;
-    copies. The list is empty until that rank has answered. False: no memory. */
+    copies. The list is empty until that rank has answered. @p whole: the holding of those that hold
+    all tensors whole, who are in the list, too; NULL: they are not. False: no memory. */
 bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank *ranks,
-                size_t n_ranks, const msg_offer *offer);
+                size_t n_ranks, const msg_offer *offer, const digest *whole);
 /** The numbers of the offer that are told for statistics. */
 void list_tell(holders_list *list, const msg_offer *numbers);
 /** Nothing is offered any more. */
 void list_withdraw(holders_list *list);
 
+/** Whether the trainer forbids relays, as far as a rank has said. */
+bool list_is_refused(holders_list *list);
+/** The rank that has said that the step was taken back, or is not committed there yet; -1: none. */
+int32_t list_stale_rank(holders_list *list);
 /** Whether the rank has answered what is offered, or cannot. */
 bool list_is_known(holders_list *list);
 /** Whether the list has changed since @p *seen, or is not known yet; then a copy of it without
-    @p self, to be freed. NULL with *n_out 0 is an empty one. False: it has not, or no memory. */
+    @p self and those of other sites, to be freed. NULL with *n_out 0 is an empty one. False: it has
+    not, or no memory. */
 bool list_copy(holders_list *list, const member *self, uint64_t *seen, holder **out,
                size_t *n_out);
 

@@ -14,7 +14,7 @@
 #define PARTS_MOST ((size_t)1 << 20)
 
 /* One box of the caller's, with the strides that it means. */
-typedef struct whole {
+typedef struct wanted_box {
     const fanin_tensor *tensor;
     const fanin_box *box;
     bool packed;
@@ -22,14 +22,14 @@ typedef struct whole {
         stride[FANIN_MAX_DIMS]; /* bytes between neighbours, of units of the dtype */
     uint64_t bytes;
     size_t name; /* where the copy of the tensor's begins */
-} whole;
+} wanted_box;
 
 typedef struct cutter {
     fanin_tensor *tensors; /* the caller's, of this version's size */
-    whole *wholes;
-    size_t n_wholes, names_size;
+    wanted_box *wanted;
+    size_t n_wanted, names_size;
     fanin_box *boxes; /* of parts */
-    uint32_t *of;     /* which whole each is of */
+    uint32_t *of;     /* which wanted box each is of */
     size_t n, capacity, of_capacity;
     parts *out;
 } cutter;
@@ -54,8 +54,8 @@ static fanin_status add_wanted(cutter *c, const fanin_tensor *t, const fanin_box
     memcpy(b.extent, box->extent, t->n_dims * sizeof *b.extent);
     if (t->n_dims > 0 && block_is_empty(&b))
         return FANIN_OK;
-    whole *w = &c->wholes[c->n_wholes];
-    *w = (whole){.tensor = t, .box = box, .packed = true};
+    wanted_box *w = &c->wanted[c->n_wanted];
+    *w = (wanted_box){.tensor = t, .box = box, .packed = true};
     if (!box->address || !block_inside(&b, t->shape) ||
         !block_in_units(&b, unit.elements, &units) ||
         !dtype_bytes(t->dtype, t->n_dims, box->extent, &w->bytes))
@@ -67,7 +67,7 @@ static fanin_status add_wanted(cutter *c, const fanin_tensor *t, const fanin_box
     else
         memcpy(w->stride, box->stride, t->n_dims * sizeof *w->stride);
     c->out->bytes += w->bytes;
-    c->n_wholes++;
+    c->n_wanted++;
     return FANIN_OK;
 }
 
@@ -81,9 +81,9 @@ static int compare_lines(const uint64_t *a, const uint64_t *b, uint32_t n)
 }
 
 /* By what is the same on all readers. */
-static int compare_wholes(const void *left, const void *right)
+static int compare_wanted(const void *left, const void *right)
 {
-    const whole *a = left, *b = right;
+    const wanted_box *a = left, *b = right;
     int order = strcmp(a->tensor->name, b->tensor->name);
     if (order == 0)
         order = compare_lines(a->box->offset, b->box->offset, a->tensor->n_dims);
@@ -107,18 +107,18 @@ static fanin_status collect_wanted(cutter *c, const fanin_tensor *tensors, size_
                              i);
         boxes += t->n_boxes;
     }
-    c->wholes = calloc(boxes + 1, sizeof *c->wholes);
-    if (!c->tensors || !c->wholes)
+    c->wanted = calloc(boxes + 1, sizeof *c->wanted);
+    if (!c->tensors || !c->wanted)
         return error_set_memory(error);
     for (size_t i = 0; i < count; i++) {
         const fanin_tensor *t = &c->tensors[i];
         for (size_t j = 0; j < t->n_boxes && status == FANIN_OK; j++)
             status = add_wanted(c, t, &t->boxes[j], error);
     }
-    if (status == FANIN_OK && c->n_wholes == 0)
+    if (status == FANIN_OK && c->n_wanted == 0)
         status = error_set(error, FANIN_ERR_ARGUMENT, NULL,
                            "no tensor has a box that is not empty");
-    qsort(c->wholes, c->n_wholes, sizeof *c->wholes, compare_wholes);
+    qsort(c->wanted, c->n_wanted, sizeof *c->wanted, compare_wanted);
     return status;
 }
 
@@ -138,7 +138,7 @@ static bool add_part(cutter *c, size_t of, const fanin_box *box)
    before it has one row. False: no memory, or too many. */
 static bool cut(cutter *c, size_t of, const fanin_box *box, uint32_t d)
 {
-    const whole *w = &c->wholes[of];
+    const wanted_box *w = &c->wanted[of];
     const fanin_tensor *t = w->tensor;
     dtype_unit unit = dtype_get_unit(t->dtype);
     uint64_t bytes = 0;
@@ -177,9 +177,9 @@ static uint64_t choose_unit(uint64_t bytes)
 static void describe_part(const cutter *c, size_t i)
 {
     parts *p = c->out;
-    const whole *w = &c->wholes[c->of[i]];
+    const wanted_box *w = &c->wanted[c->of[i]];
     fanin_tensor *t = &p->origin[i], *own = &p->own[i];
-    fanin_box *box = &p->boxes[i], *whole_box = &p->boxes[p->n + i];
+    fanin_box *box = &p->boxes[i], *own_box = &p->boxes[p->n + i];
     *box = c->boxes[i];
     *t = *w->tensor;
     t->struct_size = sizeof *t;
@@ -188,21 +188,21 @@ static void describe_part(const cutter *c, size_t i)
     t->n_boxes = 1;
     *own = *t;
     own->name = p->names + c->names_size + i * OWN_NAME;
-    own->boxes = whole_box;
+    own->boxes = own_box;
     own->flags = 0;
-    *whole_box = *box;
-    memset(whole_box->offset, 0, sizeof whole_box->offset);
+    *own_box = *box;
+    memset(own_box->offset, 0, sizeof own_box->offset);
     memset(own->shape, 0, sizeof own->shape);
     memcpy(own->shape, box->extent, t->n_dims * sizeof *own->shape);
     snprintf(p->names + c->names_size + i * OWN_NAME, OWN_NAME, "%08x", (unsigned)i);
 }
 
-/* The names of the wholes, then those of parts. */
+/* The names of the tensors, then those of parts. */
 static size_t place_names(cutter *c)
 {
     size_t size = 0;
-    for (size_t i = 0; i < c->n_wholes; i++) {
-        whole *w = &c->wholes[i];
+    for (size_t i = 0; i < c->n_wanted; i++) {
+        wanted_box *w = &c->wanted[i];
         bool same = i > 0 && strcmp(w->tensor->name, w[-1].tensor->name) == 0;
         w->name = same ? w[-1].name : size;
         size += same ? 0 : strlen(w->tensor->name) + 1;
@@ -270,9 +270,9 @@ static fanin_status describe(cutter *c, fanin_error *error)
     if (!p->origin || !p->own || !p->boxes || !p->names || !p->unit_first ||
         !p->unit_size || !p->unit_of)
         return error_set_memory(error);
-    for (size_t i = 0; i < c->n_wholes; i++)
-        memcpy(p->names + c->wholes[i].name, c->wholes[i].tensor->name,
-               strlen(c->wholes[i].tensor->name) + 1);
+    for (size_t i = 0; i < c->n_wanted; i++)
+        memcpy(p->names + c->wanted[i].name, c->wanted[i].tensor->name,
+               strlen(c->wanted[i].tensor->name) + 1);
     for (size_t i = 0; i < p->n; i++)
         describe_part(c, i);
     form_units(p);
@@ -280,12 +280,12 @@ static fanin_status describe(cutter *c, fanin_error *error)
     return FANIN_OK;
 }
 
-/* --------------------------------------------------------------------------- whole */
+/* --------------------------------------------------------------------------- all of it */
 
 static fanin_status cut_all(cutter *c, fanin_error *error)
 {
-    for (size_t i = 0; i < c->n_wholes; i++) {
-        if (cut(c, i, c->wholes[i].box, 0))
+    for (size_t i = 0; i < c->n_wanted; i++) {
+        if (cut(c, i, c->wanted[i].box, 0))
             continue;
         error_place place = {.remedy = "use larger units, or pull fewer tensors"};
         return c->n < PARTS_MOST
@@ -312,7 +312,7 @@ fanin_status parts_cut(parts *out, const fanin_tensor *tensors, size_t count,
     if (status == FANIN_OK)
         status = cut_all(&c, error);
     free(c.tensors);
-    free(c.wholes);
+    free(c.wanted);
     free(c.boxes);
     free(c.of);
     if (status != FANIN_OK)

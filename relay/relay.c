@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #define DRAIN_MS 100 /* what a server that goes lets others end */
+#define CATALOG_MS 1000
 
 /* ----------------------------------------------------------------------- configuration */
 
@@ -80,6 +81,17 @@ static bool copy_addresses(fanin_relay *r, const char *const *addresses, size_t 
     return true;
 }
 
+static fanin_status choose_place(fanin_relay *r, const char *given, fanin_error *error)
+{
+    const char *place = given ? given : getenv("FANIN_PLACE");
+    error_place where = {.remedy = "name " PLACE_FORM ", or nothing"};
+    if (place && !place_valid(place))
+        return error_set(error, FANIN_ERR_ARGUMENT, &where, "%s '%.80s' is no place",
+                         given ? "place" : "FANIN_PLACE", place);
+    snprintf(r->place, sizeof r->place, "%s", place ? place : "");
+    return FANIN_OK;
+}
+
 static fanin_status init_relay(fanin_relay *r, const fanin_relay_config *given,
                                const char *const *addresses, size_t n,
                                fanin_error *error)
@@ -100,7 +112,9 @@ static fanin_status init_relay(fanin_relay *r, const fanin_relay_config *given,
     if (!copy_addresses(r, addresses, n) || !copy_configs(r, &config))
         return error_set_memory(error);
     fanin_client_config *c = &r->client_config;
-    fanin_status status = log_choose(&c->log, &c->log_cookie, error);
+    fanin_status status = choose_place(r, config.place, error);
+    if (status == FANIN_OK)
+        status = log_choose(&c->log, &c->log_cookie, error);
     if (status != FANIN_OK)
         return status;
     r->log = log_of(c->log, c->log_cookie);
@@ -201,12 +215,38 @@ static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *erro
     m.port = fanin_server_port(r->server);
     memcpy(m.incarnation, r->self.id, sizeof m.incarnation);
     snprintf(m.host, sizeof m.host, "%s", handing_host(r->server));
+    snprintf(m.place, sizeof m.place, "%s", r->place);
     m.local = !(r->server_config.flags & FANIN_SERVER_OPEN);
-    bool good = list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m);
+    const digest *whole = r->whole.map.destination ? &r->whole.holding : NULL;
+    bool good = list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m, whole);
     return good ? FANIN_OK : error_set_memory(error);
 }
 
 /* -------------------------------------------------------------------------- the pull */
+
+static void drop_parts(fanin_relay *r)
+{
+    fanin_destination_free(&r->from_origin);
+    fanin_destination_free(&r->alike.destination);
+    whole_free(&r->whole);
+    parts_free(&r->parts);
+}
+
+static fanin_status replace_parts(fanin_relay *r, const parts *next, fanin_error *error)
+{
+    stop_handing_on(r);
+    if (!digest_equal(&r->parts.holding, &next->holding))
+        r->n_last = 0;
+    drop_parts(r);
+    r->parts = *next;
+    r->alike = (unit_map){
+        .n_parts = next->n, .unit_first = next->unit_first, .used_by = next->unit_of};
+    fanin_status status =
+        fanin_destination_create(next->origin, next->n, &r->from_origin, error);
+    return status == FANIN_OK ? fanin_destination_create(next->own, next->n,
+                                                         &r->alike.destination, error)
+                              : status;
+}
 
 /* The tensors' parts, unless they are those that are published. */
 static fanin_status take_parts(fanin_relay *r, const fanin_pull_options *options,
@@ -219,18 +259,16 @@ static fanin_status take_parts(fanin_relay *r, const fanin_pull_options *options
         return status;
     bool same = r->is_put && strcmp(r->publication, options->publication) == 0 &&
                 parts_same_memory(&r->parts, &next);
-    if (!same)
-        stop_handing_on(r);
-    if (!digest_equal(&r->parts.holding, &next.holding))
-        r->n_last = 0;
-    parts_free(&r->parts);
-    r->parts = next;
+    if (same)
+        parts_free(&next);
+    else
+        status = replace_parts(r, &next, error);
     snprintf(r->publication, sizeof r->publication, "%s", options->publication);
     pthread_mutex_lock(&r->lock);
-    r->stats.units = next.n_units;
+    r->stats.units = r->parts.n_units;
     r->stats.landed = r->stats.late = r->stats.taken_over = r->stats.holders = 0;
     pthread_mutex_unlock(&r->lock);
-    return FANIN_OK;
+    return status;
 }
 
 static const msg_hello_ok *hello_of(const fanin_client *client)
@@ -251,24 +289,60 @@ static fanin_status connect_origin(fanin_relay *r, const attempt *a, fanin_error
                                 r->n_addresses, left, error);
 }
 
-/* The trainer says which step; what is published here is made ready for it. */
+static bool want_no_pair(void *cookie, const char *key, const char *value)
+{
+    (void)cookie;
+    (void)key;
+    (void)value;
+    return false;
+}
+
+/* What holders of all tensors whole bring, by the catalog that the trainer's ranks have told. Those
+   that have passed the step may have told none yet. With many experts it takes a while, in which no
+   lease is held: @p session goes, and is begun anew. */
+static void find_whole(fanin_relay *r, uint32_t left_ms, fanin_session **session)
+{
+    const key_table *keys = pull_known_keys(r->origin, r->publication);
+    if (!keys) {
+        (void)!fanin_client_metadata(r->origin, r->publication,
+                                     left_ms < CATALOG_MS ? left_ms : CATALOG_MS,
+                                     want_no_pair, NULL, NULL);
+        keys = pull_known_keys(r->origin, r->publication);
+    }
+    if (!keys || digest_equal(&r->whole.catalog_id, &keys->id))
+        return;
+    fanin_session_abandon(session);
+    whole_free(&r->whole);
+    whole_find(&r->whole, &r->parts, keys, r->unit_bytes);
+}
+
+/* The trainer says which step; what is published here is made ready for it. A step that the caller
+   names and the trainer has passed may be had of others: there is no session then. */
 static fanin_status begin_attempt(attempt *a, fanin_session **session,
                                   fanin_error *error)
 {
     fanin_relay *r = a->relay;
     fanin_pull_options o = attempt_options(a);
-    fanin_status status =
-        fanin_client_begin(r->origin, &o, r->parts.origin, r->parts.n, session, error);
-    if (status != FANIN_OK)
+    bool exact = o.rule == FANIN_STEP_EXACT;
+    fanin_status status = exact ? attempt_look_passed(a, o.step, error) : FANIN_OK;
+    o.timeout_ms = attempt_left_ms(a); /* a rank that is stopped took all of it */
+    if (status == FANIN_OK && !a->passed)
+        status = fanin_client_begin_into(r->origin, &o, r->from_origin, session, error);
+    if (status == FANIN_ERR_SUPERSEDED && exact)
+        a->passed = true;
+    else if (status != FANIN_OK)
         return status;
-    a->step = fanin_session_step(*session);
+    a->step = a->passed ? o.step : fanin_session_step(*session);
     const msg_hello_ok *hello = hello_of(r->origin);
     if (!hello)
         return error_set(error, FANIN_ERR_CLOSED, NULL, "all ranks are gone");
     status = ensure_server(r, hello->world_id, error);
     if (status == FANIN_OK)
         status = publish_parts(r, a->step, error);
-    return status == FANIN_OK ? offer_parts(r, a->step, error) : status;
+    if (status != FANIN_OK)
+        return status;
+    find_whole(r, attempt_left_ms(a), session);
+    return offer_parts(r, a->step, error);
 }
 
 static fanin_status try_once(attempt *a, fanin_error *error)
@@ -327,6 +401,7 @@ static fanin_status pull_by_attempts(fanin_relay *r, const fanin_pull_options *o
         attempt a = {.relay = r,
                      .options = options,
                      .began_ns = began,
+                     .before = info.stale,
                      .at = began + (uint64_t)options->timeout_ms * MS};
         fanin_status status = connect_origin(r, &a, &why);
         if (status == FANIN_OK)
@@ -425,10 +500,11 @@ void fanin_relay_destroy(fanin_relay **relay)
     free(r->idle);
     free(r->last);
     free(r->blamed);
+    free(r->disbelieved);
     free(r->ranks);
     if (r->wake >= 0)
         close(r->wake);
-    parts_free(&r->parts);
+    drop_parts(r);
     for (size_t i = 0; i < r->n_texts; i++)
         free(r->texts[i]);
     for (size_t i = 0; i < r->n_addresses; i++)

@@ -7,8 +7,9 @@
 
 #define MS UINT64_C(1000000)
 #define NEVER UINT64_MAX
-#define LATE 3               /* so many times the usual */
-#define OWNER_LATE 5         /* so many times its own pace */
+#define LATE 3       /* so many times the usual */
+#define OWNER_LATE 5 /* so many times its own pace */
+#define NEAR_LATE 2  /* so many times the pace of duties: near ones bring it within */
 #define JITTER_NS (100 * MS) /* below that nothing is late */
 #define UNKNOWN_NS                                                                     \
     (1000 * MS)           /* a read takes less, a duty twice that: no pace is known */
@@ -16,26 +17,31 @@
 #define AVOID_NS                                                                       \
     (100 * MS) /* who has failed is left alone for so long, then twice ... */
 #define AVOID_DOUBLINGS 6
+#define BRINGS_ALL ((uint8_t)~0u)
 /* Duties of a reader, if there are so many units: neighbours are dealt together beyond that, as one
    read of several units costs less than several reads. */
 #define DUTIES_LEAST 64
 
 typedef struct unit_state {
-    uint32_t owner;   /* of schedule.members */
-    uint32_t holders; /* sources that have it */
-    uint32_t busy;    /* 1 + the source that it is asked of, 0: none */
+    uint32_t owner;             /* of schedule.members */
+    uint32_t holders;           /* sources that have it */
+    uint32_t within[NEAR_SITE]; /* of those, at most so far away */
+    uint64_t held_ns;           /* since when somebody has it */
+    uint32_t busy;              /* 1 + the source that it is asked of, 0: none */
+    uint8_t brings; /* bits of nearness: this reader brings it to those so near */
     bool proven;
 } unit_state;
 
 typedef struct source {
     bool used;
     member who;
-    uint8_t *has; /* a byte a unit; NULL: the trainer, who has all */
+    nearness near;
+    uint64_t *has; /* a bit a unit; NULL: the trainer, who has all */
     uint64_t asked_ns, asked_bytes, read_ns;
     size_t n_asked, n_read; /* units that are awaited, and that wait for confirmation */
     uint64_t avoid_ns, avoided_ns; /* until when it is left alone, and since */
     unsigned failures;             /* one after the other */
-    uint64_t periods;              /* for how many it was late when it was broken off */
+    uint64_t lateness;             /* when it was broken off */
     bool broken;                   /* what is asked of it is being broken off */
 } source;
 
@@ -44,6 +50,7 @@ typedef struct owner {
     member who;                 /* first: they are searched by it */
     uint64_t since_ns, last_ns; /* known, and its last duty came */
     size_t come, duties;        /* since then; dealt */
+    size_t burst;               /* of those, that came together the last time */
 } owner;
 
 struct schedule {
@@ -51,16 +58,45 @@ struct schedule {
     uint64_t began_ns;
     const uint64_t *sizes;
     unit_state *units;
-    size_t n_units, n_left;
+    uint64_t *free; /* a bit a unit: it is neither proven nor asked for */
+    size_t n_units, n_left, n_words;
     size_t block; /* units that are dealt together */
+    bool without_trainer;
     source *sources;
     size_t n_sources, source_capacity;
     owner *owners; /* ascending ids */
     size_t n_owners, own;
     member *members;                   /* the owners' */
     double usual_holder, usual_origin; /* ns a byte; 0: not known */
+    uint64_t now_ns, paced_ns; /* of schedule_next(), and when it looked at the pace */
+    uint64_t near_ns;          /* so long near ones are waited for */
     schedule_counts counts;
 };
+
+/* ------------------------------------------------------------------------------ bits */
+
+static bool bit(const uint64_t *bits, size_t unit)
+{
+    return bits[unit / 64] >> unit % 64 & 1;
+}
+
+static void mark_bit(uint64_t *bits, size_t unit)
+{
+    bits[unit / 64] |= UINT64_C(1) << unit % 64;
+}
+
+static void clear_bit(uint64_t *bits, size_t unit)
+{
+    bits[unit / 64] &= ~(UINT64_C(1) << unit % 64);
+}
+
+/* Takes the lowest one out. */
+static size_t take_bit(uint64_t *word)
+{
+    size_t lowest = (size_t)__builtin_ctzll(*word);
+    *word &= *word - 1;
+    return lowest;
+}
 
 /* ------------------------------------------------------------------------ life cycle */
 
@@ -72,8 +108,14 @@ schedule *schedule_create(const uint64_t *sizes, size_t n_units, const member *s
         return NULL;
     *s = (schedule){.self = *self, .began_ns = now_ns, .sizes = sizes};
     s->n_units = s->n_left = n_units;
+    s->n_words = n_units / 64 + 1;
     s->units = calloc(n_units + 1, sizeof *s->units);
-    if (s->units &&
+    s->free = calloc(s->n_words, sizeof *s->free);
+    for (size_t u = 0; s->units && s->free && u < n_units; u++) {
+        s->units[u].brings = BRINGS_ALL;
+        mark_bit(s->free, u);
+    }
+    if (s->units && s->free &&
         array_reserve(&s->sources, &s->source_capacity, 1, sizeof *s->sources)) {
         s->sources[SCHEDULE_ORIGIN] = (source){.used = true};
         s->n_sources = 1;
@@ -92,6 +134,7 @@ void schedule_free(schedule *s)
         free(s->sources[i].has);
     free(s->sources);
     free(s->units);
+    free(s->free);
     free(s->owners);
     free(s->members);
     free(s);
@@ -157,21 +200,64 @@ bool schedule_list(schedule *s, const member *members, size_t n, uint64_t now_ns
 
 /* --------------------------------------------------------------------------- sources */
 
-size_t schedule_join(schedule *s, const member *who)
+/* Which units this reader brings to those that are at most so far away: one of them does. They find
+   it out alike if they read each other, and else bring some twice. Without memory it brings all. */
+static void deal_bringers(schedule *s, nearness near)
+{
+    uint8_t own = (uint8_t)(1u << near);
+    member *all = calloc(s->n_sources + 1, sizeof *all);
+    uint32_t *dealt = calloc(s->n_units + s->n_sources + 2, sizeof *dealt);
+    size_t n = 0;
+    for (size_t i = 1; all && i < s->n_sources; i++) {
+        const source *x = &s->sources[i];
+        if (x->used && x->near <= near && find_owner(s, &x->who))
+            all[n++] = x->who;
+    }
+    size_t block = 1 + s->n_units / ((n + 1) * DUTIES_LEAST + 1);
+    bool alone = !all || !dealt || n == 0;
+    if (!alone) {
+        all[n] = s->self;
+        n = sort_members(all, n + 1);
+        duty_deal(all, n, dealt, (s->n_units + block - 1) / block, dealt + s->n_units);
+    }
+    for (size_t u = 0; u < s->n_units; u++) {
+        s->units[u].brings |= own;
+        if (!alone && member_compare(&all[dealt[u / block]], &s->self) != 0)
+            s->units[u].brings ^= own;
+    }
+    free(all);
+    free(dealt);
+}
+
+static void source_changes(schedule *s, nearness near)
+{
+    for (int i = (int)near; i < NEAR_SITE; i++)
+        deal_bringers(s, (nearness)i);
+}
+
+size_t schedule_join(schedule *s, const member *who, nearness near)
 {
     size_t i = 1;
     while (i < s->n_sources && s->sources[i].used)
         i++;
-    uint8_t *has = calloc(s->n_units + 1, 1);
+    uint64_t *has = calloc(s->n_words, sizeof *has);
     if (!has ||
         !array_reserve(&s->sources, &s->source_capacity, i + 1, sizeof *s->sources)) {
         free(has);
         return 0;
     }
-    s->sources[i] = (source){.used = true, .who = *who, .has = has};
+    s->sources[i] = (source){.used = true, .who = *who, .near = near, .has = has};
     if (i == s->n_sources)
         s->n_sources++;
+    source_changes(s, near);
     return i;
+}
+
+static void count_holder(unit_state *unit, const source *x, int more)
+{
+    unit->holders += (uint32_t)more;
+    for (int i = (int)x->near; i < NEAR_SITE; i++)
+        unit->within[i] += (uint32_t)more;
 }
 
 static void give_up_asked(schedule *s, size_t number)
@@ -182,6 +268,7 @@ static void give_up_asked(schedule *s, size_t number)
         if (s->units[u].busy != number + 1)
             continue;
         s->units[u].busy = 0;
+        mark_bit(s->free, u);
         left--;
     }
     x->n_asked = x->n_read = 0;
@@ -190,10 +277,15 @@ static void give_up_asked(schedule *s, size_t number)
 void schedule_forget(schedule *s, size_t number)
 {
     source *x = &s->sources[number];
-    for (size_t u = 0; x->has && u < s->n_units; u++) {
-        s->units[u].holders -= x->has[u];
-        x->has[u] = 0;
+    for (size_t w = 0; x->has && w < s->n_words; w++) {
+        while (x->has[w])
+            count_holder(&s->units[64 * w + take_bit(&x->has[w])], x, -1);
     }
+}
+
+void schedule_without_trainer(schedule *s)
+{
+    s->without_trainer = true;
 }
 
 void schedule_leave(schedule *s, size_t number)
@@ -202,23 +294,39 @@ void schedule_leave(schedule *s, size_t number)
     give_up_asked(s, number);
     schedule_forget(s, number);
     free(x->has);
+    nearness near = x->near;
     *x = (source){0};
+    source_changes(s, near);
+}
+
+static void duty_comes(owner *o, uint64_t now_ns)
+{
+    o->burst = now_ns == o->last_ns ? o->burst + 1 : 1;
+    o->last_ns = now_ns;
+    o->come++;
 }
 
 void schedule_has(schedule *s, size_t number, size_t unit, bool first, uint64_t now_ns)
 {
     source *x = &s->sources[number];
-    if (!x->has || unit >= s->n_units || x->has[unit])
+    if (!x->has || unit >= s->n_units || bit(x->has, unit))
         return;
-    x->has[unit] = 1;
-    owner *o = &s->owners[s->units[unit].owner];
-    if (s->units[unit].holders++ > 0 || s->units[unit].proven)
+    mark_bit(x->has, unit);
+    unit_state *held = &s->units[unit];
+    owner *o = &s->owners[held->owner];
+    bool known = held->holders > 0;
+    held->held_ns = known ? held->held_ns : now_ns;
+    count_holder(held, x, 1);
+    if (known || held->proven ||
+        !find_owner(s, &x->who)) /* whom nothing is dealt brings no duty */
         return;
     /* Wherever it is first seen, its owner has brought it. */
+    if (!first) {
+        duty_comes(o, now_ns);
+        return;
+    }
     o->last_ns = now_ns;
-    if (!first)
-        o->come++;
-    else if (o->come == 0)
+    if (o->come == 0)
         o->since_ns = now_ns;
 }
 
@@ -266,17 +374,18 @@ static const source *source_of(const schedule *s, const member *who)
     return NULL;
 }
 
-/* For how many periods the owner has been late, 0: it is not. */
-static uint64_t periods_late(const schedule *s, const owner *o, uint64_t middle,
-                             uint64_t now_ns)
+/* How late the owner of a duty is: in multiples of what it is allowed, 0: it is not. */
+static uint64_t owner_lateness(const schedule *s, const owner *o, uint64_t middle,
+                               uint64_t now_ns)
 {
     const source *x = source_of(s, &o->who);
     uint64_t pace = pace_of(o) > 0 ? pace_of(o) : middle;
     if (x && is_avoided(x, now_ns))
-        return x->periods + (now_ns - x->avoided_ns) / AVOID_NS;
+        return x->lateness + (now_ns - x->avoided_ns) / AVOID_NS;
     if (pace == 0)
         return (now_ns - o->since_ns) / (2 * UNKNOWN_NS);
-    uint64_t allowed = OWNER_LATE * pace + JITTER_NS;
+    size_t burst = o->burst > 0 ? o->burst : s->owners[s->own].burst;
+    uint64_t allowed = OWNER_LATE * pace * (burst > 0 ? burst : 1) + JITTER_NS;
     uint64_t silent = (now_ns - o->last_ns) / allowed;
     /* Nor may it take much longer for all of its duties than others do for theirs. */
     uint64_t share = middle * (o->duties + 1) / 4 * 5 + JITTER_NS;
@@ -286,30 +395,34 @@ static uint64_t periods_late(const schedule *s, const owner *o, uint64_t middle,
 
 /* -------------------------------------------------------------------- what to ask for */
 
-/* Whether some source but @p but has the unit and is not left alone. */
-static bool is_held(const schedule *s, size_t unit, size_t but, uint64_t now_ns)
+static size_t count_avoided(const schedule *s, uint64_t now_ns)
 {
-    if (s->units[unit].holders == 0)
-        return false;
+    size_t n = 0;
+    for (size_t i = 1; i < s->n_sources; i++)
+        n += s->sources[i].used && is_avoided(&s->sources[i], now_ns);
+    return n;
+}
+
+/* Whether some source but @p but has the unit and is not left alone; @p avoided: so many are. */
+static bool is_held(const schedule *s, size_t unit, size_t but, size_t avoided,
+                    uint64_t now_ns)
+{
+    if (s->units[unit].holders == 0 || s->units[unit].holders > avoided + (but > 0))
+        return s->units[unit].holders > 0;
     for (size_t i = 1; i < s->n_sources; i++) {
         const source *x = &s->sources[i];
-        if (i != but && x->used && x->has[unit] && !is_avoided(x, now_ns))
+        if (i != but && x->used && bit(x->has, unit) && !is_avoided(x, now_ns))
             return true;
     }
     return false;
 }
 
-/* Whether it is this reader's turn, since the owner has been late for so long. */
-static bool is_next(const schedule *s, size_t unit, uint64_t periods)
+/* Whether it is the turn of this reader, since the owner is so late. */
+static bool is_next(const schedule *s, size_t unit, uint64_t lateness)
 {
-    uint64_t turns = UINT64_C(1) << (periods > 32 ? 31 : periods - 1);
+    uint64_t turns = UINT64_C(1) << (lateness > 32 ? 31 : lateness - 1);
     return duty_rank(s->members, s->n_owners, s->own, s->units[unit].owner,
                      unit / s->block) < turns;
-}
-
-static bool is_free(const unit_state *u)
-{
-    return !u->proven && u->busy == 0;
 }
 
 /* Takes the run that begins with @p unit, as far as @p fits says. Its bytes. */
@@ -318,9 +431,10 @@ static uint64_t ask_run(schedule *s, size_t number, size_t unit, uint64_t bytes,
 {
     uint64_t taken = 0;
     *out = (unit_run){.first = (uint32_t)unit};
-    while (unit < s->n_units && is_free(&s->units[unit]) && fits(s, number, unit) &&
+    while (unit < s->n_units && bit(s->free, unit) && fits(s, number, unit) &&
            (taken == 0 || taken + s->sizes[unit] <= bytes)) {
         s->units[unit].busy = (uint32_t)number + 1;
+        clear_bit(s->free, unit);
         taken += s->sizes[unit++];
         out->count++;
     }
@@ -333,9 +447,16 @@ static bool is_own_duty(const schedule *s, size_t number, size_t unit)
     return s->units[unit].owner == s->own && s->units[unit].holders == 0;
 }
 
+/* Whether the source has it, no nearer one has, and none that is nearer is to bring it in time. */
 static bool has_unit(const schedule *s, size_t number, size_t unit)
 {
-    return s->sources[number].has[unit] != 0;
+    const source *x = &s->sources[number];
+    const unit_state *u = &s->units[unit];
+    if (x->near == NEAR_HOST || !bit(x->has, unit))
+        return bit(x->has, unit);
+    unsigned nearer = x->near - 1u;
+    return u->within[nearer] == 0 &&
+           (u->brings >> nearer & 1 || s->now_ns - u->held_ns > s->near_ns);
 }
 
 static bool fits_none(const schedule *s, size_t number, size_t unit)
@@ -348,23 +469,25 @@ static bool fits_none(const schedule *s, size_t number, size_t unit)
 static size_t find_for_origin(const schedule *s, uint64_t now_ns, bool *own_out)
 {
     uint64_t middle = middle_pace(s);
-    size_t known = SIZE_MAX; /* the owner whose periods are known */
-    uint64_t periods = 0;
+    size_t avoided = count_avoided(s, now_ns);
+    size_t known = SIZE_MAX; /* the owner whose lateness is known */
+    uint64_t lateness = 0;
     *own_out = true;
     for (size_t u = 0; u < s->n_units; u++) {
-        if (is_free(&s->units[u]) && s->units[u].owner == s->own &&
-            !is_held(s, u, 0, now_ns))
+        if (bit(s->free, u) && s->units[u].owner == s->own &&
+            !is_held(s, u, 0, avoided, now_ns))
             return u;
     }
     *own_out = false;
     for (size_t u = 0; u < s->n_units; u++) {
         const unit_state *unit = &s->units[u];
-        if (!is_free(unit) || unit->owner == s->own || is_held(s, u, 0, now_ns))
+        if (!bit(s->free, u) || unit->owner == s->own ||
+            is_held(s, u, 0, avoided, now_ns))
             continue;
         if (known != unit->owner)
-            periods = periods_late(s, &s->owners[unit->owner], middle, now_ns);
+            lateness = owner_lateness(s, &s->owners[unit->owner], middle, now_ns);
         known = unit->owner;
-        if (periods > 0 && is_next(s, u, periods))
+        if (lateness > 0 && is_next(s, u, lateness))
             return u;
     }
     return s->n_units;
@@ -379,24 +502,55 @@ static uint64_t own_order(uint64_t unit, const member *self)
 }
 
 /* What the fewest have; of those any, and not the same for all readers. */
-static size_t find_for_holder(const schedule *s, size_t number)
+static size_t find_for_holder(const schedule *s, size_t number, bool *waits_out)
 {
     const source *x = &s->sources[number];
     size_t best = s->n_units;
     uint64_t best_key = 0;
-    for (size_t u = 0; u < s->n_units; u++) {
-        const unit_state *unit = &s->units[u];
-        if (!x->has[u] || !is_free(unit))
-            continue;
-        bool rarer = best == s->n_units || unit->holders < s->units[best].holders;
-        bool equal = best < s->n_units && unit->holders == s->units[best].holders;
-        uint64_t key = rarer || equal ? own_order(u / s->block, &s->self) : 0;
-        if (rarer || (equal && key > best_key)) {
-            best = u;
-            best_key = key;
+    for (size_t w = 0; w < s->n_words; w++) {
+        uint64_t offered = x->has[w] & s->free[w];
+        while (offered) {
+            size_t u = 64 * w + take_bit(&offered);
+            uint32_t least = best < s->n_units ? s->units[best].holders : UINT32_MAX;
+            bool may = has_unit(s, number, u);
+            *waits_out = *waits_out || !may;
+            if (s->units[u].holders > least || !may)
+                continue;
+            uint64_t key = own_order(u / s->block, &s->self);
+            if (s->units[u].holders < least || key > best_key) {
+                best = u;
+                best_key = key;
+            }
         }
     }
     return best;
+}
+
+uint64_t schedule_offered(const schedule *s, size_t number, bool *rest_out)
+{
+    const uint64_t *has = s->sources[number].has;
+    uint64_t bytes = 0;
+    *rest_out = true;
+    for (size_t w = 0; w < s->n_words; w++) {
+        uint64_t offered = has[w] & s->free[w];
+        *rest_out = *rest_out && offered == s->free[w];
+        while (offered)
+            bytes += s->sizes[64 * w + take_bit(&offered)];
+    }
+    return bytes;
+}
+
+static int compare_runs(const void *a, const void *b)
+{
+    uint32_t x = ((const unit_run *)a)->first, y = ((const unit_run *)b)->first;
+    return (x > y) - (x < y);
+}
+
+static void look_at_pace(schedule *s, uint64_t now_ns)
+{
+    uint64_t pace = middle_pace(s);
+    s->near_ns = pace > 0 ? NEAR_LATE * pace + JITTER_NS : UNKNOWN_NS;
+    s->paced_ns = now_ns;
 }
 
 size_t schedule_next(schedule *s, size_t number, uint64_t bytes, unit_run *runs,
@@ -405,15 +559,20 @@ size_t schedule_next(schedule *s, size_t number, uint64_t bytes, unit_run *runs,
     source *x = &s->sources[number];
     size_t n = 0;
     uint64_t taken = 0;
+    s->now_ns = now_ns;
+    if (now_ns - s->paced_ns > LOOK_NS)
+        look_at_pace(s, now_ns);
     *wake_ns = number == SCHEDULE_ORIGIN && s->n_left > 0 ? now_ns + LOOK_NS : NEVER;
     if (is_avoided(x, now_ns)) {
         *wake_ns = x->avoid_ns;
         return 0;
     }
     while (n < most && (n == 0 || taken < bytes)) {
-        bool own = false;
+        bool own = false, waits = false;
         size_t u = number == SCHEDULE_ORIGIN ? find_for_origin(s, now_ns, &own)
-                                             : find_for_holder(s, number);
+                                             : find_for_holder(s, number, &waits);
+        if (waits)
+            *wake_ns = now_ns + LOOK_NS; /* a nearer one may be late */
         if (u == s->n_units || (n > 0 && taken + s->sizes[u] > bytes))
             break;
         bool one = number == SCHEDULE_ORIGIN && !(own && is_own_duty(s, number, u));
@@ -426,6 +585,7 @@ size_t schedule_next(schedule *s, size_t number, uint64_t bytes, unit_run *runs,
         x->n_asked += runs[n++].count;
     }
     if (n > 0) {
+        qsort(runs, n, sizeof *runs, compare_runs);
         x->asked_ns = now_ns;
         x->asked_bytes = taken;
     }
@@ -449,8 +609,7 @@ static void prove_unit(schedule *s, size_t number, unit_state *unit, uint64_t no
     if (number != SCHEDULE_ORIGIN)
         return;
     if (unit->owner == s->own) {
-        own->come++;
-        own->last_ns = now_ns;
+        duty_comes(own, now_ns);
     } else {
         s->counts.taken_over++;
     }
@@ -484,6 +643,7 @@ void schedule_confirmed(schedule *s, size_t number, const unit_run *runs, size_t
         x->n_read -= runs[i].count;
     }
     x->failures = 0;
+    x->broken = false;
 }
 
 void schedule_proven(schedule *s, size_t number, uint64_t now_ns)
@@ -500,33 +660,42 @@ void schedule_proven(schedule *s, size_t number, uint64_t now_ns)
     x->broken = false;
 }
 
+/* Nobody waits for one that has failed because it is near. */
+static void push_away(schedule *s, source *x)
+{
+    nearness near = x->near;
+    x->near = NEAR_SITE;
+    source_changes(s, near);
+}
+
 void schedule_failed(schedule *s, size_t number, uint64_t now_ns)
 {
     source *x = &s->sources[number];
     give_up_asked(s, number);
     schedule_forget(s, number);
+    push_away(s, x);
     unsigned doublings = x->failures < AVOID_DOUBLINGS ? x->failures : AVOID_DOUBLINGS;
     x->failures++;
     if (!x->broken)
-        x->periods = 1;
+        x->lateness = 1;
     x->broken = false;
     x->avoided_ns = now_ns;
     x->avoid_ns = now_ns + (AVOID_NS << doublings);
 }
 
 /* Whether somebody else is to bring the unit: a holder, or this reader by the trainer. */
-static bool can_pass_on(const schedule *s, size_t number, size_t unit, uint64_t periods,
-                        uint64_t now_ns)
+static bool can_pass_on(const schedule *s, size_t number, size_t unit,
+                        uint64_t lateness, uint64_t now_ns)
 {
-    if (is_held(s, unit, number, now_ns))
+    if (is_held(s, unit, number, count_avoided(s, now_ns), now_ns))
         return true;
     const source *origin = &s->sources[SCHEDULE_ORIGIN];
-    return number != SCHEDULE_ORIGIN && origin->n_asked == 0 &&
-           !is_avoided(origin, now_ns) && is_next(s, unit, periods);
+    return number != SCHEDULE_ORIGIN && !s->without_trainer && origin->n_asked == 0 &&
+           !is_avoided(origin, now_ns) && is_next(s, unit, lateness);
 }
 
-/* For how many times what is allowed it has owed what it was asked for; 0: it is not late. */
-static uint64_t periods_owed(const schedule *s, size_t number, uint64_t now_ns)
+/* How late the source is with what it was asked for, likewise. */
+static uint64_t source_lateness(const schedule *s, size_t number, uint64_t now_ns)
 {
     const source *x = &s->sources[number];
     unsigned doublings = x->failures < AVOID_DOUBLINGS ? x->failures : AVOID_DOUBLINGS;
@@ -542,26 +711,36 @@ bool schedule_break_off(schedule *s, size_t number, uint64_t now_ns)
 {
     source *x = &s->sources[number];
     size_t owed = x->n_asked + x->n_read;
-    uint64_t periods =
-        x->used && owed > 0 && !x->broken ? periods_owed(s, number, now_ns) : 0;
+    uint64_t lateness =
+        x->used && owed > 0 && !x->broken ? source_lateness(s, number, now_ns) : 0;
     size_t seen = 0;
-    for (size_t u = 0; periods > 0 && u < s->n_units && seen < owed; u++) {
+    for (size_t u = 0; lateness > 0 && u < s->n_units && seen < owed; u++) {
         if (s->units[u].busy != number + 1)
             continue;
         seen++;
-        if (!can_pass_on(s, number, u, periods, now_ns))
+        if (!can_pass_on(s, number, u, lateness, now_ns))
             continue;
         x->broken = true;
-        x->periods = periods;
+        x->lateness = lateness;
         s->counts.late += owed;
         return true;
     }
     return false;
 }
 
+bool schedule_is_broken(const schedule *s, size_t number)
+{
+    return s->sources[number].broken;
+}
+
 size_t schedule_left(const schedule *s)
 {
     return s->n_left;
+}
+
+size_t schedule_owed(const schedule *s, size_t number)
+{
+    return s->sources[number].n_asked + s->sources[number].n_read;
 }
 
 bool schedule_without_origin(const schedule *s)

@@ -145,6 +145,7 @@ void fanin_relay_get_stats(fanin_relay *relay, fanin_relay_stats *stats)
         s = relay->stats;
         s.bytes_handed_on = relay->handed_on + relay_handed_on(relay->server);
         pthread_mutex_unlock(&relay->lock);
+        s.forbidden = list_is_refused(relay->list);
     }
     versioned_write(stats, &s, sizeof s);
 }

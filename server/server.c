@@ -15,6 +15,7 @@
 #include "publish/commit.h"
 #include "publish/lease.h"
 #include "shards/registration.h"
+#include "stream/limit.h"
 #include "stream/stream.h"
 #include "text.h"
 #include "thread.h"
@@ -101,10 +102,11 @@ static fanin_status descriptors_allow(fanin_server_config *c, const logger *log,
         return FANIN_OK;
     }
     char remedy[160];
-    snprintf(remedy, sizeof remedy,
-             "raise it with `ulimit -n %" PRIu64
-             "` (hard limit), or lower max_sessions of fanin_server_config",
-             (uint64_t)need);
+    snprintf(
+        remedy, sizeof remedy,
+        "raise it with `ulimit -n %" PRIu64 "` (hard limit), or %s", (uint64_t)need,
+        c->flags & FANIN_SERVER_RELAY ? "pull without a relay"
+                                      : "lower max_sessions of fanin_server_config");
     error_place place = {.phase = "create", .remedy = remedy};
     return error_set(error, FANIN_ERR_LIMIT, &place,
                      "%" PRIu64 " open files are allowed, %u sessions need %" PRIu64,
@@ -191,6 +193,9 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
         return bad(error, "peer_cpu is not 0 to 1000 thousandths of a CPU", NULL);
     if (c->stranger_cpu > DATA_THREADS_MOST * 1000)
         return bad(error, "stranger_cpu is not 0 to 16000 thousandths of a CPU", NULL);
+    if (c->max_bytes_per_second > 0 && c->max_bytes_per_second < LIMIT_LEAST)
+        return bad(error, "max_bytes_per_second is below 1000000",
+                   "give bytes, not gigabytes; 0: no limit");
     if (c->idle_ms == 0)
         return bad(error, "idle_ms is 0", NULL);
     if (c->stranger_share_ms > SHARE_WINDOW_MS || c->own_share_ms > SHARE_WINDOW_MS)
@@ -314,6 +319,9 @@ static void load_ucx(fanin_server *s)
     fanin_error error = FANIN_ERROR_INIT;
     if (s->flags & FANIN_SERVER_NO_UCX) {
         snprintf(s->ucx_why, sizeof s->ucx_why, "the trainer was told not to use UCX");
+    } else if (s->max_bytes_per_second > 0) {
+        snprintf(s->ucx_why, sizeof s->ucx_why,
+                 "the server limits its bytes a second, which it cannot by rdma");
     } else if ((s->flags & FANIN_SERVER_OPEN) &&
                !(s->flags & FANIN_SERVER_TRUSTED_NETWORK)) {
         snprintf(s->ucx_why, sizeof s->ucx_why,
@@ -382,6 +390,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->is_nice = c->nice != 0;
     s->nice = yielding_value(c->nice);
     s->max_memory = c->max_memory;
+    s->max_bytes_per_second = c->max_bytes_per_second;
     s->data_threads = c->data_threads
                           ? c->data_threads
                           : stream_threads_for(usable_cpus(), c->max_memory);

@@ -3,7 +3,7 @@
    offer is the shell's matter: ":files" (of JSON), ":any-files", ":directories". Never a message: a
    failure completes nothing. */
 #include "fetch/output.h"
-#include "trainer/whole_models.h"
+#include "trainer/models.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
 
@@ -154,6 +154,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"procfs", {":directories"}},
         {"dev", {":directories"}},
         {"info", {":files"}},
+        {"memory", {"host", ":directories"}},
         {"secret-file", {":any-files"}},
         {"tls-cert", {":any-files"}},
         {"tls-key", {":any-files"}},
@@ -171,12 +172,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         }
     }
     for (size_t i = 0; strcmp(name, "model") == 0 && i < n_models; i++) {
-        offer(models[i].name, prefix, NULL);
-    }
-    for (size_t i = 0; strcmp(name, "model") == 0 && i < n_whole_models; i++) {
-        if (model_find(whole_models[i].name) == NULL) { /* else it was offered */
-            offer(whole_models[i].name, prefix, "with --full");
-        }
+        offer(models[i].name, prefix, models[i].kv_rank > 0 ? "with --full" : NULL);
     }
     for (size_t i = 0; strcmp(name, "adapter-shape") == 0 && i < n_adapter_shapes;
          i++) {

@@ -35,9 +35,10 @@ static const char *const outro =
     "'nixl-fetch COMMAND --help' tells a command's options, nixl-fetch(1) all of it.\n";
 
 static const command *const commands[] = {
-    &cmd_list,   &cmd_show,  &cmd_ping,     &cmd_pull,   &cmd_verify, &cmd_watch,
-    &cmd_status, &cmd_top,   &cmd_exporter, &cmd_diff,   &cmd_bundle, &cmd_map,
-    &cmd_serve,  &cmd_bench, &cmd_doctor,   &cmd_secret, &cmd_trace,  NULL,
+    &cmd_list,   &cmd_show,   &cmd_ping,  &cmd_pull,     &cmd_verify,
+    &cmd_watch,  &cmd_status, &cmd_top,   &cmd_exporter, &cmd_diff,
+    &cmd_bundle, &cmd_map,    &cmd_serve, &cmd_bench,    &cmd_doctor,
+    &cmd_secret, &cmd_trace,  &cmd_relay, NULL,
 };
 
 static void main_print_help(FILE *stream)

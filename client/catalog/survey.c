@@ -300,6 +300,7 @@ static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
             .bytes = e->bytes,
             .state_age_ms = e->state_age_ms,
             .commit_age_ms = e->commit_age_ms,
+            .taken_back = e->taken_back,
         };
         memcpy(info.key_digest, e->key_digest, sizeof info.key_digest);
         if (!fn(cookie, &info))

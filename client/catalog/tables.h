@@ -10,12 +10,16 @@
 #include "catalog.h"
 #include "net/client_state.h"
 #include "net/workers.h"
+#include "patch.h"
 
 /** What a rank announced for a publication (reply to a wait). */
 typedef struct announcement {
     bool valid;
     uint64_t step, version, stable_ns;
     digest keys;
+    patch_offers
+        patches; /**< that lead there; of generation 0: it was not asked for them, or has
+                               none */
 } announcement;
 
 /** A rank's tables at one catalog version of one incarnation. */

@@ -8,7 +8,6 @@
 #include "net/trust.h"
 #include "thread.h"
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -28,6 +28,7 @@ typedef struct gather {
     device_probe probes[GPU_MAX_DEVICES];
     void *landing; /* of the probes, pinned; NULL: none yet */
     gather_side sides[GPU_MAX_DEVICES];
+    void *entries[GPU_MAX_DEVICES]; /* pinned; NULL: none yet */
 } gather;
 
 struct device_memory {
@@ -94,6 +95,7 @@ void device_memory_destroy(device_memory **memory)
         return;
     for (int i = 0; i < GPU_MAX_DEVICES; i++) {
         gpu_stream_destroy(&m->gather.streams[i]);
+        free_pinned(m, m->gather.entries[i]);
         gpu_stream_destroy(&m->gather.probes[i].stream);
         drop_aside(m, i, &m->gather.sides[i]);
         drop_side(m, i, &m->gather.sides[i]);
@@ -262,6 +264,17 @@ fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out
         return status;
     status = need_gather_stream(m, device, &m->gather.streams[device], error);
     *out = m->gather.streams[device];
+    return status;
+}
+
+fanin_status device_memory_entries(device_memory *m, int device, copy_entry **out,
+                                   fanin_error *error)
+{
+    void **entries = &m->gather.entries[device];
+    fanin_status status =
+        *entries ? FANIN_OK
+                 : gpu_host_alloc(m->g, AREA_ENTRIES * sizeof **out, entries, error);
+    *out = *entries;
     return status;
 }
 

@@ -116,6 +116,10 @@ typedef struct gather_lane {
 fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out,
                                   fanin_error *error);
 
+/** Pinned room for AREA_ENTRIES entries that its kernels read; stays the keeper's. */
+fanin_status device_memory_entries(device_memory *m, int device, copy_entry **out,
+                                   fanin_error *error);
+
 /** How it is tried whether a device reads a mapping. */
 typedef struct device_probe {
     gpu_stream *stream; /**< no pull waits for a caller's stream on it */

@@ -291,11 +291,19 @@ static fanin_status make_device_tables(builder *b, gpu *g, fanin_error *error)
     device_plan *d = b->d;
     fanin_status status = join_all(b, error);
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
-        status = gpu_table_create(g, d->parts[i].device, b->lists[i].entries,
-                                  b->lists[i].n, d->n_bases, &d->parts[i].table, error);
+        device_part *part = &d->parts[i];
+        copy_list *list = &b->lists[i];
+        if (b->from->plan->once && list->n <= AREA_ENTRIES) {
+            part->entries = list->entries;
+            part->n_entries = list->n;
+            list->entries = NULL;
+            continue;
+        }
+        status = gpu_table_create(g, part->device, list->entries, list->n, d->n_bases,
+                                  &part->table, error);
         /* Entries lie rank by rank: one GPU's link would rest while another's memory is read. */
         if (status == FANIN_OK)
-            gpu_table_take_in_turns(d->parts[i].table, (uint32_t)d->n_sources);
+            gpu_table_take_in_turns(part->table, (uint32_t)d->n_sources);
     }
     return status == FANIN_OK && b->host.n > 0 ? make_host_tables(b, g, error) : status;
 }
@@ -327,8 +335,10 @@ void device_plan_free(device_plan **d)
 {
     if (!*d)
         return;
-    for (size_t i = 0; i < (*d)->n_parts; i++)
+    for (size_t i = 0; i < (*d)->n_parts; i++) {
         gpu_table_destroy(&(*d)->parts[i].table);
+        free((*d)->parts[i].entries);
+    }
     for (size_t i = 0; i < (*d)->n_gathers; i++)
         gpu_table_destroy(&(*d)->gathers[i].table);
     free((*d)->parts);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ipc/ipc.h"
 
+#include "copy_kernel.h"
 #include "device/devices.h"
 #include "worker_pool.h"
 #include "error_set.h"
@@ -200,6 +201,28 @@ static fanin_status come_after(const device_reader *r, gpu_stream *stream,
     return after && after->handle ? gpu_stream_after(stream, after, error) : FANIN_OK;
 }
 
+/* From all sources in turn, as a table has them. */
+static fanin_status run_entries(const device_reader *r, const device_part *part,
+                                gpu_stream *stream, fanin_error *error)
+{
+    copy_entry *room;
+    uint32_t ways = (uint32_t)r->plan->n_sources;
+    uint64_t n = 0;
+    fanin_status status = device_memory_entries(r->r->client->devices->memory,
+                                                part->device, &room, error);
+    if (status != FANIN_OK)
+        return status;
+    for (uint64_t turn = 0; turn < copy_turns(part->n_entries, ways); turn++) {
+        uint64_t at = copy_entry_of(turn, part->n_entries, ways);
+        if (at >= part->n_entries)
+            continue;
+        room[n] = part->entries[at];
+        room[n].from += r->addresses[room[n].base];
+        room[n++].base = 0;
+    }
+    return gpu_entries_run(stream, room, n, 0, 0, error);
+}
+
 static fanin_status start_part(device_reader *r, size_t i, fanin_error *error)
 {
     const device_part *part = &r->plan->parts[i];
@@ -208,6 +231,8 @@ static fanin_status start_part(device_reader *r, size_t i, fanin_error *error)
     if (status != FANIN_OK)
         return status;
     run->queued = true; /* from now on something may be on the stream */
+    if (!part->table)
+        return run_entries(r, part, run->stream, error);
     status = gpu_table_set_bases(part->table, run->stream, r->addresses, error);
     if (status == FANIN_OK)
         status = gpu_table_run(part->table, run->stream, 0,

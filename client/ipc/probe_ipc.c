@@ -5,7 +5,6 @@
 #include "device/devices.h"
 #include "error_set.h"
 #include "net/workers.h"
-#include "net/spans.h"
 #include <stdlib.h>
 #include <string.h>
 

@@ -166,8 +166,9 @@ fanin_status source_copies_build(plan_spans *spans, uint32_t n_regions,
     return status;
 }
 
-/* How long a kernel is waited for before connections are looked at. */
-#define KERNEL_NS 1000000
+/* How long a kernel is waited for before connections are looked at: a relay hands on what was read
+   before once its source has confirmed it. */
+#define KERNEL_NS 100000
 
 /* A kernel reads where bytes lie: nothing is joined, nothing read for nothing. */
 static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40,

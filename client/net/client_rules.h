@@ -13,6 +13,9 @@ enum {
     CLIENT_RULE_WORLD_AGAIN = 1 << 2, /**< ... compared again after every reconnect */
     CLIENT_RULE_INCARNATION = 1 << 3, /**< nothing of an old incarnation is used */
     CLIENT_RULE_WORLD_ASK = 1 << 4, /**< worlds differ only if their ranks still live */
+    CLIENT_RULE_BASE = 1 << 5,      /**< patches go onto the copy that they lead from */
+    CLIENT_RULE_APPLY = 1 << 6,     /**< ... once all ranks have said that they count */
+    CLIENT_RULE_BASE_DROP = 1 << 7, /**< what is written otherwise is no base */
 };
 
 #ifdef FANIN_TEST_HOOKS

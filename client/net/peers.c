@@ -4,10 +4,8 @@
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "text.h"
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #ifdef FANIN_TEST_HOOKS
@@ -105,8 +103,10 @@ static fanin_status out_of_time(const fanin_client *client, const char *phase,
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "the deadline passed in phase %s", phase);
     return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "the deadline passed in phase %s, waiting for %s", phase,
-                     connection_name(owing, who));
+                     "the deadline passed in phase %s, waiting for %s, last heard of "
+                     "%.1f s ago",
+                     phase, connection_name(owing, who),
+                     (double)(clock_ns() - connection_heard_ns(owing)) / 1e9);
 }
 
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,

@@ -153,6 +153,7 @@ typedef struct path_plan {
     size_t *peer_of;               /**< source -> peer */
     const path_reader **reader_of; /**< of each source; NULL: nothing is read from it */
     size_t n_sources;
+    bool once; /**< for one read: what lasts is not made for it */
 } path_plan;
 
 typedef struct path_planning {
@@ -173,6 +174,9 @@ typedef struct reader_lease {
     uint32_t
         first_region; /**< added to the box table's regions: where the bytes are now */
     uint64_t generation; /**< of the connection that it was granted on */
+    uint64_t
+        epoch; /**< of the publication, or the generation of its copy; of early leases
+                              only if patches were asked for */
 } reader_lease;
 
 /** What one rank served in the attempt that counted. */
@@ -253,7 +257,7 @@ struct path_reader {
     fanin_status (*start)(const path_reading *r, void *const *details, void *shared,
                           void **reading, fanin_error *error);
     /** Does what can be done now; waits for a moment at most, and not if other paths have work.
-        True: something happened. */
+        True: something happened. NULL: the loop does all. */
     bool (*step)(void *reading);
     /** *done: all of a source is in place. FANIN_ERR_TRANSPORT: maybe for its path alone. */
     fanin_status (*check)(void *reading, size_t source, bool *done, fanin_error *error);

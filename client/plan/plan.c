@@ -3,7 +3,6 @@
 #include "plan/plan_internal.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* Pieces of one source, while they are collected. */
 typedef struct collector {

@@ -148,14 +148,19 @@ fanin_status plan_index_build(const plan *plan, size_t n_groups, work_stop *stop
                               plan_index *out, fanin_error *error);
 void plan_index_free(plan_index *index);
 
+/** Groups [first, first + count). */
+typedef struct group_run {
+    size_t first, count;
+} group_run;
+
 /**
- * What fills the groups [first, first + count): a plan of the same sources, which uses the views of
- * @p whole and goes before it. Takes as long as what it holds. Its `tensors` are groups that have
- * pieces. @p stop as in plan_build(). FANIN_ERR_MEMORY.
+ * What fills the groups of @p runs, which ascend and have none twice: a plan of the same sources,
+ * which uses the views of @p whole and goes before it. Takes as long as what it holds. Its
+ * `tensors` are groups that have pieces. @p stop as in plan_build(). FANIN_ERR_MEMORY.
  */
-fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t first,
-                              size_t count, work_stop *stop, plan **out,
-                              fanin_error *error);
+fanin_status plan_slice_build(const plan *whole, const plan_index *index,
+                              const group_run *runs, size_t n_runs, work_stop *stop,
+                              plan **out, fanin_error *error);
 void plan_slice_free(plan **slice);
 /** The piece's first byte in the destination, and the one after its last (as `to`: without a base).
     */

@@ -206,12 +206,34 @@ static bool fill_slice(plan *slice, const plan *whole, const plan_place *places,
     return true;
 }
 
-fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t first,
-                              size_t count, work_stop *stop, plan **out,
-                              fanin_error *error)
+/* NULL: out of memory. */
+static plan_place *places_of(const plan_index *index, const group_run *runs,
+                             size_t n_runs, uint64_t *n_out, uint64_t *groups_out)
 {
-    uint64_t start = index->first[first], n = index->first[first + count] - start;
+    uint64_t n = 0, groups = 0;
+    for (size_t i = 0; i < n_runs; i++)
+        n += index->first[runs[i].first + runs[i].count] - index->first[runs[i].first];
     plan_place *places = malloc((n + 1) * sizeof *places);
+    n = 0;
+    for (size_t i = 0; places && i < n_runs; i++) {
+        const uint64_t *first = &index->first[runs[i].first];
+        uint64_t here = first[runs[i].count] - first[0];
+        memcpy(places + n, index->places + first[0], here * sizeof *places);
+        n += here;
+        for (size_t g = 0; g < runs[i].count; g++)
+            groups += first[g + 1] > first[g];
+    }
+    *n_out = n;
+    *groups_out = groups;
+    return places;
+}
+
+fanin_status plan_slice_build(const plan *whole, const plan_index *index,
+                              const group_run *runs, size_t n_runs, work_stop *stop,
+                              plan **out, fanin_error *error)
+{
+    uint64_t n, groups;
+    plan_place *places = places_of(index, runs, n_runs, &n, &groups);
     plan *slice = calloc(1, sizeof *slice);
     if (slice)
         slice->ranks = calloc(whole->n_ranks + 1, sizeof *slice->ranks);
@@ -222,9 +244,7 @@ fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t
         slice->n_views = whole->n_views;
         slice->readings = whole->readings;
         slice->has_replicas = whole->has_replicas;
-        for (size_t g = first; g < first + count; g++)
-            slice->tensors += index->first[g + 1] > index->first[g];
-        memcpy(places, index->places + start, n * sizeof *places);
+        slice->tensors = groups;
         sort_places(places, n);
         ok = fill_slice(slice, whole, places, n, stop);
     }

@@ -85,6 +85,16 @@ static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
     return true;
 }
 
+/* The copy of a lease that came with them is the one that they lead to. */
+static void take_patches(asker *a, const msg_wait_ok *m, announcement *n)
+{
+    const agreement *g = a->agreement;
+    if (!g->need || !g->need->deltas || !patch_offers_decode(m->patches, &n->patches))
+        return;
+    if (g->early && m->token.size > 0)
+        g->early->leases[a->peer].epoch = n->patches.generation;
+}
+
 /* What it had asked has an end. */
 static void wait_ended(const asker *a, const connection *c, fanin_status outcome)
 {
@@ -181,6 +191,7 @@ static void take_announcement(asker *a, connection *c, message_type type, body *
                             .version = m.catalog_version,
                             .stable_ns = m.stable_ns};
         memcpy(n->keys.bytes, m.key_digest, sizeof n->keys.bytes);
+        take_patches(a, &m, n);
         return;
     }
     a->lost = type == 0;
@@ -220,7 +231,9 @@ static void ask_rank(asker *a)
 {
     agreement *g = a->agreement;
     connection *c = g->client->peers[a->peer].control;
-    msg_wait m = {.rule = g->options->rule, .step = wanted(g)};
+    msg_wait m = {.rule = g->options->rule,
+                  .step = wanted(g),
+                  .deltas = g->need && g->need->deltas};
     if (g->options->rule != FANIN_STEP_EXACT && g->target > 0)
         m.rule = FANIN_STEP_AT_LEAST;
     snprintf(m.publication, sizeof m.publication, "%s", g->publication->name);

@@ -12,6 +12,7 @@ typedef struct agree_need {
     fanin_status (*without)(void *cookie, const bool *use, bool *vain,
                             fanin_error *error);
     void *cookie;
+    bool deltas; /**< ranks are to tell which patches they have */
 } agree_need;
 
 /**

@@ -335,9 +335,21 @@ struct fanin_destination {
     fanin_tensor *tensors;
     fanin_box *boxes;
     char *names;
+    delta_base *base;     /* what its memory holds */
     pthread_mutex_t lock; /* held for the members below */
     places *now;          /* those that were found last, one use of which is this */
 };
+
+delta_base *prepared_base(fanin_destination *d)
+{
+    return d->base;
+}
+
+void fanin_destination_touched(fanin_destination *destination)
+{
+    if (destination)
+        (void)delta_base_drop(destination->base);
+}
 
 /* ------------------------------------------------------------------ copying */
 
@@ -441,7 +453,9 @@ static fanin_status create_described(const described *from, fanin_destination **
     if (!d)
         return error_set_memory(error);
     pthread_mutex_init(&d->lock, NULL);
-    fanin_status status = allocate_descriptions(d, from, error);
+    d->base = delta_base_create();
+    fanin_status status =
+        d->base ? allocate_descriptions(d, from, error) : error_set_memory(error);
     if (status == FANIN_OK) {
         copy_descriptions(d, from);
         status = find_places_again(d, &finder, error);
@@ -475,6 +489,7 @@ void fanin_destination_free(fanin_destination **destination)
     fanin_destination *d = *destination;
     *destination = NULL;
     release_places(d->now);
+    delta_base_release(d->base);
     pthread_mutex_destroy(&d->lock);
     free(d->tensors);
     free(d->boxes);

@@ -9,7 +9,7 @@
 #ifndef DESCRIBED_H
 #define DESCRIBED_H
 
-#include "digest.h"
+#include "delta/base.h"
 #include "gpu_finder.h"
 #include <fanin/client.h>
 
@@ -59,6 +59,8 @@ void places_clear(places *p);
  */
 fanin_status prepared_take(fanin_destination *d, gpu_finder *f, const described **all,
                            const places **where, fanin_error *error);
+/** What its memory holds. */
+delta_base *prepared_base(fanin_destination *d);
 /** @p where may be NULL. */
 void prepared_give(fanin_destination *d, const places *where);
 

@@ -43,7 +43,8 @@ typedef struct destination {
     void (*outline)(void *cookie, path_outline *out);
     bool lasting_ranges; /**< they follow from layout() alone */
     bool quick; /**< agreed() takes no time: leases may be had before it is called */
-    fanin_dtype dtype; /**< what F32 tensors arrive as; 0: as published */
+    fanin_dtype dtype;       /**< what F32 tensors arrive as; 0: as published */
+    struct delta_base *base; /**< what the memory holds; NULL: that is not kept */
     bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
     uint64_t started_ns; /**< when the caller's call began; 0: now */
     /** set by the pull: reads could not be recalled, never free the memory */

@@ -89,6 +89,14 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
     return status;
 }
 
+const key_table *pull_known_keys(fanin_client *client, const char *name)
+{
+    const publication *p = client->publications;
+    while (p && strcmp(p->name, name) != 0)
+        p = p->next;
+    return p ? p->keys : NULL;
+}
+
 static uint64_t add_owners(const publication *p, size_t index, uint32_t rank,
                            uint32_t key, fanin_owner *owners)
 {

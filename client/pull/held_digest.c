@@ -2,7 +2,6 @@
 #include "pull/held_digest.h"
 
 #include "convert.h"
-#include "error_set.h"
 #include <stdlib.h>
 
 /** What one kernel is told, and its results: pinned. */

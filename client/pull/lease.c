@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/spans.h"
+#include "pull/patches.h"
 #include "stream/stream_link.h"
 #include <inttypes.h>
 #include <stdio.h>
@@ -115,7 +116,8 @@ static void take_begun(turn *t, connection *c, message_type type, body *b)
     *t->lease = (reader_lease){.held = true,
                                .lease_ms = m.lease_ms,
                                .first_region = m.first_region,
-                               .generation = connection_generation(c)};
+                               .generation = connection_generation(c),
+                               .epoch = m.epoch};
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
 
@@ -470,12 +472,14 @@ fanin_status pull_begin(pull *p, fanin_error *error)
         return status;
     path_end_ahead(&p->goal);
     p->leased_ns = asked_ns;
-    p->cache->proven = true;
+    p->cache->proven = p->cache->proven || !p->delta;
     p->lease_ms = 0;
     for (size_t i = 0; i < p->client->n_peers; i++)
         if (p->leases[i].held && p->leases[i].lease_ms > p->lease_ms)
             p->lease_ms = p->leases[i].lease_ms;
     p->state = p->session ? PULL_HELD : PULL_READ;
+    if (p->delta)
+        pull_patches_begun(p);
     return FANIN_OK;
 }
 
@@ -484,6 +488,6 @@ fanin_status pull_end(pull *p, fanin_error *error)
     fanin_status status = lease_round_end(p->client, p->publication, p->announced,
                                           p->leases, p->result->served, p->at, error);
     if (status == FANIN_OK)
-        p->state = PULL_PUBLISH;
+        p->state = p->delta ? PULL_APPLY : PULL_PUBLISH;
     return status;
 }

@@ -52,6 +52,8 @@ static void clear_part(plan_part *part)
 
 static void free_part(plan_part *part)
 {
+    if (!part)
+        return;
     clear_part(part);
     plan_slice_free(&part->plan.plan);
     free(part);
@@ -69,6 +71,7 @@ static void clear_cache(plan_cache *cache)
 {
     drop_parts(cache);
     free(cache->parts);
+    free_part(cache->passing);
     plan_index_free(&cache->index);
     clear_part(&cache->whole);
     free(cache->whole.plan.sources);
@@ -211,7 +214,7 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
 
 static int compare_part(const void *key, const void *element)
 {
-    const plan_part *wanted = key, *there = *(plan_part *const *)element;
+    const group_run *wanted = key, *there = &(*(plan_part *const *)element)->run;
     if (wanted->first != there->first)
         return wanted->first < there->first ? -1 : 1;
     return wanted->count < there->count ? -1 : wanted->count > there->count;
@@ -257,8 +260,8 @@ static fanin_status clip_ranges(const plan_part *whole, plan_part *part,
     return FANIN_OK;
 }
 
-static fanin_status make_part(plan_cache *cache, plan_part *part, work_stop *stop,
-                              fanin_error *error)
+static fanin_status make_part(plan_cache *cache, plan_part *part, const group_run *runs,
+                              size_t n_runs, work_stop *stop, fanin_error *error)
 {
     const path_plan *whole = &cache->whole.plan;
     part->plan = (path_plan){.sources = whole->sources,
@@ -267,8 +270,8 @@ static fanin_status make_part(plan_cache *cache, plan_part *part, work_stop *sto
     part->plan.reader_of = calloc(whole->n_sources + 1, sizeof *part->plan.reader_of);
     if (!part->plan.reader_of)
         return error_set_memory(error);
-    fanin_status status = plan_slice_build(whole->plan, &cache->index, part->first,
-                                           part->count, stop, &part->plan.plan, error);
+    fanin_status status = plan_slice_build(whole->plan, &cache->index, runs, n_runs,
+                                           stop, &part->plan.plan, error);
     return status == FANIN_OK ? clip_ranges(&cache->whole, part, stop, error) : status;
 }
 
@@ -289,8 +292,8 @@ static fanin_status keep_part(plan_cache *cache, plan_part *part, fanin_error *e
     if (!array_reserve(&cache->parts, &cache->part_capacity, cache->n_parts + 1,
                        sizeof *cache->parts))
         return error_set_memory(error);
-    size_t at = array_search(part, cache->parts, cache->n_parts, sizeof *cache->parts,
-                             compare_part, NULL);
+    size_t at = array_search(&part->run, cache->parts, cache->n_parts,
+                             sizeof *cache->parts, compare_part, NULL);
     memmove(&cache->parts[at + 1], &cache->parts[at],
             (cache->n_parts - at) * sizeof *cache->parts);
     cache->parts[at] = part;
@@ -299,14 +302,17 @@ static fanin_status keep_part(plan_cache *cache, plan_part *part, fanin_error *e
     return FANIN_OK;
 }
 
-fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
-                             size_t total, work_stop *stop, plan_part **out,
+fanin_status plan_cache_part(plan_cache *cache, const group_run *runs, size_t n_runs,
+                             bool keep, size_t total, work_stop *stop, plan_part **out,
                              fanin_error *error)
 {
-    const plan_part wanted = {.first = first, .count = count};
-    bool found;
-    size_t at = array_search(&wanted, cache->parts, cache->n_parts,
-                             sizeof *cache->parts, compare_part, &found);
+    bool found = false;
+    size_t at = 0;
+    free_part(cache->passing);
+    cache->passing = NULL;
+    if (keep)
+        at = array_search(runs, cache->parts, cache->n_parts, sizeof *cache->parts,
+                          compare_part, &found);
     if (found) {
         *out = cache->parts[at];
         return FANIN_OK;
@@ -320,10 +326,14 @@ fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
     plan_part *part = calloc(1, sizeof *part);
     if (!part)
         return error_set_memory(error);
-    *part = wanted;
-    status = make_part(cache, part, stop, error);
-    if (status == FANIN_OK)
+    status = make_part(cache, part, runs, n_runs, stop, error);
+    part->plan.once = !keep;
+    if (status == FANIN_OK && keep) {
+        part->run = runs[0];
         status = keep_part(cache, part, error);
+    } else if (status == FANIN_OK) {
+        cache->passing = part;
+    }
     if (status != FANIN_OK)
         free_part(part);
     else

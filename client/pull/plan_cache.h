@@ -14,7 +14,7 @@
 
 /** What one read brings: all of a plan, or what fills some of the destination's tensors. */
 typedef struct plan_part {
-    size_t first, count;          /**< tensors; of the whole: 0, 0 */
+    group_run run;                /**< tensors, of one that is kept */
     path_plan plan;               /**< of a part: sources are the whole's */
     void **details[PATH_READERS]; /**< what each path reads each source by */
     void *shared[PATH_READERS];   /**< and all of them */
@@ -33,9 +33,10 @@ typedef struct plan_cache {
     uint64_t used;    /**< greater than that of all that were used before; 0: never */
     plan_part whole;
     plan_index index;  /**< no places: not made yet */
-    plan_part **parts; /**< by (first, count) */
+    plan_part **parts; /**< that are kept, by their runs */
     size_t n_parts, part_capacity;
-    uint64_t part_pieces; /**< of all parts */
+    uint64_t part_pieces; /**< of all those */
+    plan_part *passing;   /**< the last one that is not kept */
 } plan_cache;
 
 /**
@@ -56,13 +57,13 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
 bool plan_cache_fits(const plan_cache *cache, const fanin_client *client,
                      const publication *p, const bool *use, const destination *d);
 /**
- * What fills the tensors [first, first + count) of the destination's @p total, whose ranges last:
- * kept
- * with the plan, or made, which takes as long as what it holds (the first one: as all). Valid until
- * the next call. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT, FANIN_ERR_TIMEOUT (stopped).
+ * What fills the tensors of @p runs, as in plan_slice_build(), of the destination's @p total, whose
+ * ranges last: at hand, or made, which takes as long as what it holds (the first one: as all).
+ * @p keep, of one run: it stays with the plan. Valid until the next call. FANIN_ERR_MEMORY,
+ * FANIN_ERR_LIMIT, FANIN_ERR_TIMEOUT (stopped).
  */
-fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
-                             size_t total, work_stop *stop, plan_part **out,
+fanin_status plan_cache_part(plan_cache *cache, const group_run *runs, size_t n_runs,
+                             bool keep, size_t total, work_stop *stop, plan_part **out,
                              fanin_error *error);
 /** The destination's ranges, from the cache if they last. The cache's or the destination's. */
 fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,

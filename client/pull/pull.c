@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "net/spans.h"
 #include "pull/lease.h"
+#include "pull/patches.h"
 #include "pull/plan_cache.h"
 #include "pull/read.h"
 #include "pull/ready.h"
@@ -105,6 +106,7 @@ static fanin_status pull_pause(pull *p, fanin_error *error)
 static fanin_status pull_start(pull *p, fanin_error *error)
 {
     (void)error;
+    pull_patches_forget(p);
     p->attempt_ns = clock_ns();
     p->client->place.attempt++;
     p->state = PULL_CONNECT;
@@ -133,6 +135,8 @@ static fanin_status pull_publish(pull *p, fanin_error *error)
     info->tensors = p->tensors;
     info->total_ns = clock_ns() - p->started_ns;
     info->fixed_ns = info->total_ns - info->fixed_ns;
+    if (status == FANIN_OK)
+        pull_base_keep(p);
     if (status == FANIN_OK)
         p->state = PULL_DONE;
     return status;
@@ -164,13 +168,17 @@ static const struct {
     [PULL_SETTLE] = {pull_settle, NO_LEASE, TRACE_WRITE, TIME(write_ns)},
     [PULL_RANGES] = {pull_ranges, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
     [PULL_PATHS] = {pull_paths, NO_LEASE, TRACE_PATHS, TIME(connect_ns)},
+    [PULL_CHOOSE] = {pull_choose, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
     [PULL_ROOM] = {.run = pull_room, .holds = NO_LEASE},
     [PULL_DETAIL] = {pull_detail, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
     [PULL_STREAMS] = {pull_streams, NO_LEASE, TRACE_CONNECT, TIME(connect_ns)},
     [PULL_BEGIN] = {pull_begin, NO_LEASE, TRACE_BEGIN, TIME(begin_ns)},
+    [PULL_PATCHES] = {.run = pull_patches, .holds = LEASES},
     [PULL_READ] = {.run = pull_read, .holds = LEASES}, /* which tells of each rank */
     [PULL_VERIFY] = {pull_verify, LEASES, TRACE_DIGEST, TIME(verify_ns)},
     [PULL_END] = {pull_end, LEASES, TRACE_END, TIME(end_ns)},
+    [PULL_APPLY] = {pull_apply, BYTES, TRACE_APPLY, TIME(apply_ns)},
+    [PULL_COMPARE] = {pull_compare, BYTES, TRACE_DIGEST, TIME(verify_ns)},
     [PULL_PUBLISH] = {.run = pull_publish, .holds = BYTES},
 };
 
@@ -381,7 +389,8 @@ static void pull_step(pull *p)
     add_time(p, at, began, status);
     if ((states[at].holds == NO_LEASE || states[at].holds == LEASES) &&
         !holds_leases(p, at) &&
-        (status != FANIN_OK || p->state == PULL_HELD || p->state == PULL_PUBLISH))
+        (status != FANIN_OK || p->state == PULL_HELD ||
+         states[p->state].holds == BYTES))
         end_attempt(p, at, status);
     if (status != FANIN_OK)
         pull_fail(p, at);
@@ -400,6 +409,8 @@ void pull_release(pull *p)
 {
     if (p->leases)
         lease_round_abandon(p->client, p->leases);
+    pull_patches_forget(p);
+    pull_base_leave(p);
     free(p->announced);
     free(p->use);
     free(p->needed);

@@ -16,6 +16,10 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
 fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
                       destination *d, fanin_result **result_out, fanin_error *error);
 
+/** The key table of a publication that was fetched last, valid until the client fetches another
+    one; NULL: none. */
+const key_table *pull_known_keys(fanin_client *client, const char *name);
+
 /* ------------------------------------------------------------- for sessions */
 
 /** What a pull needs besides; @p p has client, options and destination. */

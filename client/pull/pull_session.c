@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/pull_session.h"
 
+#include "delta/base.h"
 #include "error_set.h"
 #include "pull/lease.h"
 #include "pull/pull.h"
@@ -31,6 +32,7 @@ static void close_pull(fanin_session *s)
         return;
     lease_confirm_forget(s->client, &s->confirmations);
     pull_release(&s->pull);
+    delta_base_release(s->destination.base);
     s->client->session = NULL;
     s->client = NULL;
 }
@@ -52,6 +54,7 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
                      .options = &s->options,
                      .destination = &s->destination,
                      .session = true};
+    (void)delta_base_retain(d->base);
     fanin_status status = pull_open(&s->pull, error);
     if (status == FANIN_OK)
         status = pull_go(&s->pull, PULL_HELD, error);
@@ -70,6 +73,16 @@ fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *o
 const uint8_t *pull_session_token(const fanin_session *s, size_t peer)
 {
     return s->pull.leases[peer].token;
+}
+
+bool pull_session_is_linked(const fanin_session *s)
+{
+    const pull *p = &s->pull;
+    bool linked = false;
+    for (size_t i = 0; s->client && i < s->client->n_peers; i++)
+        linked =
+            linked || (p->needed[i] && path_taken(p->publication, i)->path->is_linked);
+    return linked;
 }
 
 void pull_session_orphan(fanin_client *client)
@@ -119,49 +132,71 @@ static fanin_status look_at_ranks(fanin_session *s, fanin_error *error)
     return status;
 }
 
-static fanin_status find_part(fanin_session *s, size_t first, size_t count,
+/* What is read, and how. */
+typedef struct session_read {
+    const group_run *runs;
+    size_t n_runs;
+    bool keep, only_verify;
+} session_read;
+
+static fanin_status find_part(fanin_session *s, const session_read *r,
                               fanin_error *error)
 {
     pull *p = &s->pull;
     uint64_t began = clock_ns();
     client_work work;
     client_work_start(&work, s->client, p->at);
-    fanin_status status =
-        plan_cache_part(p->cache, first, count, s->count, &work.stop, &p->part, error);
+    fanin_status status = plan_cache_part(p->cache, r->runs, r->n_runs, r->keep,
+                                          s->count, &work.stop, &p->part, error);
     p->result->info.plan_ns += clock_ns() - began;
     return client_work_end(&work, status, error);
 }
 
 /* The session goes on, or has failed. */
-static fanin_status read_session_part(fanin_session *s, size_t first, size_t count,
-                                      bool only_verify)
+static fanin_status read_session_part(fanin_session *s, const session_read *r)
 {
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = look_at_ranks(s, &why);
     if (status == FANIN_OK)
-        status = find_part(s, first, count, &why);
+        status = find_part(s, r, &why);
     if (status != FANIN_OK)
         return pull_overtaken(&s->pull, &why, &s->failed);
-    s->pull.only_verify = only_verify;
+    s->pull.only_verify = r->only_verify;
     s->pull.state = PULL_DETAIL;
     return pull_go(&s->pull, PULL_HELD, &s->failed);
 }
 
-static fanin_status read_session(fanin_session *session, size_t first, size_t count,
-                                 bool only_verify, fanin_error *error)
+static fanin_status check_runs(const fanin_session *s, const session_read *r,
+                               fanin_error *error)
+{
+    size_t end = 0;
+    for (size_t i = 0; i < r->n_runs; i++) {
+        size_t first = r->runs[i].first, count = r->runs[i].count;
+        if (first > s->count || count > s->count - first)
+            return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                             "there are no %zu tensors from number %zu on: the session "
+                             "has %zu",
+                             count, first, s->count);
+        if (first < end)
+            return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                             "tensor number %zu is named twice, or out of order",
+                             first);
+        end = first + count;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status read_session(fanin_session *session, const session_read *r,
+                                 fanin_error *error)
 {
     fanin_status status = check_session(session, error);
     if (status != FANIN_OK)
         return status;
     if (session->failed.status != FANIN_OK)
         return error_copy(error, &session->failed);
-    if (first > session->count || count > session->count - first)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "there are no %zu tensors from number %zu on: the session has "
-                         "%zu",
-                         count, first, session->count);
-    if (read_session_part(session, first, count, only_verify) == FANIN_OK)
-        return FANIN_OK;
+    status = check_runs(session, r, error);
+    if (status != FANIN_OK || read_session_part(session, r) == FANIN_OK)
+        return status;
     lease_round_abandon(session->client, session->pull.leases);
     return error_copy(error, &session->failed);
 }
@@ -169,13 +204,20 @@ static fanin_status read_session(fanin_session *session, size_t first, size_t co
 fanin_status fanin_session_read(fanin_session *session, size_t first, size_t count,
                                 fanin_error *error)
 {
-    return read_session(session, first, count, false, error);
+    const group_run run = {first, count};
+    return read_session(session, &(session_read){&run, 1, .keep = true}, error);
 }
 
-fanin_status pull_session_verify(fanin_session *s, size_t first, size_t count,
+fanin_status pull_session_read(fanin_session *s, const group_run *runs, size_t n_runs,
+                               fanin_error *error)
+{
+    return read_session(s, &(session_read){.runs = runs, .n_runs = n_runs}, error);
+}
+
+fanin_status pull_session_verify(fanin_session *s, const group_run *runs, size_t n_runs,
                                  fanin_error *error)
 {
-    return read_session(s, first, count, true, error);
+    return read_session(s, &(session_read){runs, n_runs, .only_verify = true}, error);
 }
 
 static fanin_status confirm_session(fanin_session *s)

@@ -4,7 +4,9 @@
 #include "device/devices.h"
 #include "device/device_sink.h"
 #include "error_set.h"
+#include "net/client_rules.h"
 #include "net/spans.h"
+#include "pull/patches.h"
 #include "pull/result.h"
 #include <inttypes.h>
 #include <stdlib.h>
@@ -174,6 +176,7 @@ static void rank_watch_look(rank_watch *w, void *const *readings, deadline *wake
 
 typedef struct phase {
     pull *of;
+    plan_part *part; /* that is read */
     path_reading reading;
     void *readings[PATH_READERS]; /* NULL: nothing is read by this path */
     rank_watch *watch;
@@ -200,7 +203,7 @@ static fanin_status make_sink(phase *w, fanin_error *error)
 static fanin_status start_reading(phase *w, fanin_error *error)
 {
     path_reading *r = &w->reading;
-    const plan_part *part = pull_part(w->of);
+    const plan_part *part = w->part;
     bool used[PATH_READERS] = {false};
     r->done_ns = calloc(r->plan->n_sources + 1, sizeof *r->done_ns);
     w->watch = rank_watch_create(r, &w->of->progress, w->of->options);
@@ -267,7 +270,9 @@ static fanin_status run_reading(phase *w, deadline at, fanin_error *error)
     for (;;) {
         bool all, busy = false;
         for (size_t i = 0; i < PATH_READERS; i++)
-            busy = (w->readings[i] && path_readers[i]->step(w->readings[i])) || busy;
+            busy = (w->readings[i] && path_readers[i]->step &&
+                    path_readers[i]->step(w->readings[i])) ||
+                   busy;
         fanin_status status = check_sources(w, &all, error);
         if (status != FANIN_OK || all)
             return status;
@@ -361,7 +366,7 @@ static void end_reading(phase *w, fanin_status status)
         if (!w->readings[i] || path_readers[i]->finish(w->readings[i]))
             continue;
         d->leak = true;
-        pull_part(w->of)->shared[i] = NULL; /* what goes on may use it */
+        w->part->shared[i] = NULL; /* what goes on may use it */
     }
     for (size_t i = 0; i < r->plan->n_sources; i++)
         connection_set_owing(path_source(r, i), false);
@@ -373,21 +378,27 @@ static void end_reading(phase *w, fanin_status status)
     free(r->done_ns);
 }
 
-static path_reading reading_for(const pull *p)
+static path_reading reading_for(const pull *p, const plan_part *part)
+{
+    return (path_reading){.client = p->client,
+                          .publication = p->publication,
+                          .plan = &part->plan,
+                          .leases = p->leases,
+                          .after = &p->options->stream,
+                          .served = p->result->served};
+}
+
+/* What lands in the destination itself. */
+static path_reading reading_into(const pull *p)
 {
     const destination *d = p->destination;
-    path_reading r = {.client = p->client,
-                      .publication = p->publication,
-                      .plan = &pull_part(p)->plan,
-                      .leases = p->leases,
-                      .base = p->base,
-                      .need = d->need,
-                      .landed = d->landed,
-                      .digested = d->digested,
-                      .cookie = d->cookie,
-                      .pinned = d->pinned,
-                      .after = &p->options->stream,
-                      .served = p->result->served};
+    path_reading r = reading_for(p, pull_part(p));
+    r.base = p->base;
+    r.need = d->need;
+    r.landed = d->landed;
+    r.digested = d->digested;
+    r.cookie = d->cookie;
+    r.pinned = d->pinned;
     r.ranges = pull_ranges_of_part(p, &r.n_ranges);
     return r;
 }
@@ -407,7 +418,27 @@ static fanin_status read_from_ranks(phase *w, fanin_error *error)
         account_read(w);
     trace_read(w, scattered, status);
     end_reading(w, status);
+    fanin_result_info *info = &p->result->info;
+    uint64_t took = w->last_ns - w->first_ns;
+    info->read_ns += took;
+    info->fixed_ns += took;
+    pull_log_part(p, TRACE_READ, status, took);
     return status;
+}
+
+fanin_status pull_read_aside(pull *p, plan_part *part, uint8_t *to, fanin_error *error)
+{
+    phase w = {.of = p, .part = part, .reading = reading_for(p, part)};
+    w.reading.base = to;
+    return read_from_ranks(&w, error);
+}
+
+void pull_read_follows(pull *p)
+{
+    if (p->options->verify)
+        p->state = PULL_VERIFY;
+    else
+        pull_read_ended(p);
 }
 
 void pull_read_ended(pull *p)
@@ -420,22 +451,23 @@ void pull_read_ended(pull *p)
     p->state = p->session ? PULL_HELD : PULL_END;
 }
 
+/* The destination is written from now on. */
+static void drop_base(pull *p)
+{
+    if (p->destination->base && CLIENT_RULE(CLIENT_RULE_BASE_DROP))
+        pull_writes(p);
+}
+
 fanin_status pull_read(pull *p, fanin_error *error)
 {
-    fanin_result_info *info = &p->result->info;
-    phase w = {.of = p, .reading = reading_for(p)};
+    phase w = {.of = p, .part = pull_part(p), .reading = reading_into(p)};
     if (p->only_verify) {
         p->state = PULL_VERIFY;
         return FANIN_OK;
     }
+    drop_base(p);
     fanin_status status = read_from_ranks(&w, error);
-    uint64_t took = w.last_ns - w.first_ns;
-    info->read_ns += took;
-    info->fixed_ns += took;
-    pull_log_part(p, TRACE_READ, status, took);
-    if (status == FANIN_OK && p->options->verify)
-        p->state = PULL_VERIFY;
-    else if (status == FANIN_OK)
-        pull_read_ended(p);
+    if (status == FANIN_OK)
+        pull_read_follows(p);
     return status;
 }

@@ -12,6 +12,10 @@
  * destination->leak is set.
  */
 fanin_status pull_read(pull *p, fanin_error *error);
+/** Reads @p part into other memory than the destination, at @p to. Errors likewise. */
+fanin_status pull_read_aside(pull *p, plan_part *part, uint8_t *to, fanin_error *error);
+/** All bytes of the part are here: what follows. */
+void pull_read_follows(pull *p);
 /** The part counts as read: what follows. */
 void pull_read_ended(pull *p);
 

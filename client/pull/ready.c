@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/ready.h"
 
-#include "convert.h"
 #include "device/devices.h"
 #include "error_set.h"
 #include "pull/agree.h"
 #include "pull/lease.h"
+#include "pull/patches.h"
 #include "stream/stream_link.h"
 #include <inttypes.h>
 #include <stdlib.h>
@@ -207,7 +207,8 @@ static void map_ahead(pull *p)
 fanin_status pull_agree(pull *p, fanin_error *error)
 {
     lacking l = {.pull = p};
-    const agree_need need = {.without = plan_without, .cookie = &l};
+    const agree_need need = {
+        .without = plan_without, .cookie = &l, .deltas = pull_wants_patches(p)};
     const destination *d = p->destination;
     p->publication->need = d->wants.mark ? &d->wants : &need_all;
     fanin_status status = agree(p->client, p->publication, p->options, &need,
@@ -390,7 +391,7 @@ fanin_status pull_paths(pull *p, fanin_error *error)
     info->map_ns += p->goal.map_ns;
     info->table_ns += p->goal.table_ns;
     if (status == FANIN_OK)
-        p->state = PULL_ROOM;
+        p->state = pull_wants_patches(p) ? PULL_CHOOSE : PULL_ROOM;
     return status;
 }
 

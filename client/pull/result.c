@@ -176,7 +176,8 @@ static void add_phases(text *line, const fanin_result_info *info)
                   {"catalog", info->catalog_ns}, {"plan", info->plan_ns},
                   {"begin", info->begin_ns},     {"read", info->read_ns},
                   {"scatter", info->scatter_ns}, {"verify", info->verify_ns},
-                  {"end", info->end_ns},         {"write", info->write_ns}};
+                  {"end", info->end_ns},         {"apply", info->apply_ns},
+                  {"write", info->write_ns}};
     for (size_t i = 0; i < sizeof phases / sizeof *phases; i++)
         text_add(line, "%s%s %.2f", i ? ", " : "", phases[i].name,
                  (double)phases[i].ns / 1e6);
@@ -213,6 +214,11 @@ void pull_log_whole(pull *p, fanin_status status, const fanin_error *error)
         text_add(&line, ", which were there");
     else if (status == FANIN_OK)
         text_add(&line, " by %s", fanin_path_name(info->path));
+    if (!info->whole_because && info->base_step + info->patch_bytes > 0)
+        text_add(&line, ", %" PRIu64 " bytes of patches since step %" PRIu64,
+                 info->patch_bytes, info->base_step);
+    if (info->whole_because)
+        text_add(&line, ", whole: %s", info->whole_because);
     text_add(&line, ", %.2f ms (", (double)(now - p->started_ns) / 1e6);
     add_phases(&line, info);
     text_add(&line, "), %u restarts, %u stale", info->restarts, info->stale);

@@ -11,6 +11,7 @@
 #ifndef STATES_H
 #define STATES_H
 
+#include "delta/delta.h"
 #include "pull/plan_cache.h"
 
 typedef enum pull_state {
@@ -22,20 +23,28 @@ typedef enum pull_state {
     PULL_TABLES,  /**< of that step are brought here */
     PULL_PLAN,    /**< which bytes come from which rank */
     /* ready.c: all that is slow, before there are leases */
-    PULL_SETTLE,  /**< the destination learns the step; it may be there already */
-    PULL_RANGES,  /**< of memory that is filled */
-    PULL_PATHS,   /**< that ranks are read by */
+    PULL_SETTLE, /**< the destination learns the step; it may be there already */
+    PULL_RANGES, /**< of memory that is filled */
+    PULL_PATHS,  /**< that ranks are read by */
+    /* patches.c */
+    PULL_CHOOSE, /**< whether patches are read, or the whole */
+    /* ready.c */
     PULL_ROOM,    /**< where the bytes land */
     PULL_DETAIL,  /**< what the paths read by */
     PULL_STREAMS, /**< data connections */
     /* lease.c */
     PULL_BEGIN, /**< leases are taken */
     PULL_HELD,  /**< a session between two calls */
+    /* patches.c */
+    PULL_PATCHES, /**< are read instead of the whole */
     /* read.c, verify.c */
     PULL_READ,
     PULL_VERIFY,
     /* lease.c */
     PULL_END, /**< leases end: whether what was read counts */
+    /* patches.c, verify.c */
+    PULL_APPLY, /**< patches, to what the destination holds */
+    PULL_COMPARE,
     /* pull.c */
     PULL_PUBLISH,
     PULL_DONE,
@@ -104,6 +113,13 @@ typedef struct pull {
     uint32_t
         pause_ms; /**< the widest before the last restart that no update has caused */
     unsigned transport_failures;
+    delta *delta; /**< the attempt's: patches are read; NULL: the whole */
+    uint64_t
+        drops; /**< of the destination's base, when this pull looked at it or wrote it */
+    bool writes;  /**< the destination's base counts it as a writer */
+    bool unequal; /**< patches led to other bytes: no more of them in this call */
+    struct verifier
+        *kept;         /**< what ranks have digested, to be compared after the end */
     fanin_error stale; /**< the last reason to restart */
     fanin_error lost;  /**< the last lost rank or path that was a reason to restart */
 } pull;

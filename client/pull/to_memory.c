@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulling into memory of the caller. */
-#include "convert.h"
 #include "dtype.h"
 #include "error_set.h"
 #include "pull/described.h"
@@ -369,6 +368,7 @@ static destination as_destination(memory_destination *m, uint64_t started_ns)
 typedef struct use {
     fanin_client *client;
     const fanin_pull_options *options;
+    delta_base *base; /* what the memory holds; NULL: it was described for this call */
     fanin_result **result_out;
     fanin_session **session_out; /* NULL: a pull */
     uint64_t started_ns;
@@ -377,6 +377,7 @@ typedef struct use {
 static fanin_status fill_memory(const use *u, memory_destination *m, fanin_error *error)
 {
     destination d = as_destination(m, u->started_ns);
+    d.base = u->base;
     if (u->session_out)
         return pull_session_open(u->client, u->options, &d, m->all->count,
                                  u->session_out, error);
@@ -404,13 +405,14 @@ static fanin_status run_described(const use *u, const fanin_tensor *tensors,
     return status;
 }
 
-static fanin_status run_prepared(const use *u, fanin_destination *prepared,
+static fanin_status run_prepared(use *u, fanin_destination *prepared,
                                  fanin_error *error)
 {
     memory_destination m = {.dtype = u->options->dtype, .finder = {.g = gpu_present()}};
     if (!prepared)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the destination is NULL");
     fanin_status status = prepared_take(prepared, &m.finder, &m.all, &m.places, error);
+    u->base = prepared_base(prepared);
     if (status == FANIN_OK)
         status = fill_memory(u, &m, error);
     close_memory(&m);

@@ -30,19 +30,21 @@ typedef struct inquiry {
     read_list list;
     unit *units; /* one an entry */
     uint64_t n_units, unit_capacity, request_capacity;
-    digest *digests; /* of what is here, one a unit; the first n_held */
+    digest *digests; /* of what is here, one a unit, the first n_held; NULL: not yet */
     uint64_t n_held;
+    digest *told; /* the rank's, one a unit; NULL: they are compared as they come */
     stream_work work;
 } inquiry;
 
-typedef struct verifier {
+struct verifier {
     pull *p;
     const path_plan *plan; /* of the part */
-    inquiry *inquiries;    /* one a source */
+    size_t n_inquiries;
+    inquiry *inquiries; /* one a source */
     held *held;
     stream_share share; /* the calling thread's, of all ranks */
     client_work work;   /* of listing what is asked for */
-} verifier;
+};
 
 /* ----------------------------------------------------------- what to ask for */
 
@@ -175,22 +177,34 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
                      path_taken(v->p->publication, q->peer)->path->name);
 }
 
+/* Units [first, first + count) with the rank's @p digests. */
+static fanin_status compare_held(inquiry *q, uint64_t first, uint64_t count,
+                                 const uint8_t *digests, fanin_error *error)
+{
+    fanin_status status = hold(q, first + count, error);
+    for (uint64_t i = 0; i < count && status == FANIN_OK; i++) {
+        if (memcmp(q->digests[first + i].bytes, digests + DIGEST_SIZE * i,
+                   DIGEST_SIZE) != 0)
+            status = unequal(q, &q->units[first + i], error);
+    }
+    return status;
+}
+
 /* The digests of one request. */
-static bool compare_digests(void *cookie, uint64_t request, const uint8_t *digests)
+static bool keep_or_compare(void *cookie, uint64_t request, const uint8_t *digests)
 {
     inquiry *q = cookie;
     verifier *v = q->verifier;
     stream_work *w = &q->work;
     const read_request *asked = &q->list.requests[request];
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = hold(q, asked->first_entry + asked->n_entries, &why);
-    for (uint32_t i = 0; i < asked->n_entries && status == FANIN_OK; i++) {
-        uint64_t at = asked->first_entry + i;
-        if (memcmp(q->digests[at].bytes, digests + DIGEST_SIZE * (size_t)i,
-                   DIGEST_SIZE) != 0)
-            status = unequal(q, &q->units[at], &why);
+    if (q->told) {
+        memcpy(&q->told[asked->first_entry], digests,
+               DIGEST_SIZE * (size_t)asked->n_entries);
+        return true;
     }
-    if (status == FANIN_OK)
+    if (compare_held(q, asked->first_entry, asked->n_entries, digests, &why) ==
+        FANIN_OK)
         return true;
     v->p->state = PULL_FAILED; /* no other attempt would mend it */
     stream_work_fail(w, &why);
@@ -215,7 +229,7 @@ static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
                             .pieces = &v->plan->plan->ranks[q->source],
                             .list = &q->list,
                             .base = p->base,
-                            .digested = compare_digests,
+                            .digested = keep_or_compare,
                             .digested_cookie = q,
                             .dtype = (uint32_t)p->destination->dtype,
                             .error = FANIN_ERROR_INIT};
@@ -230,9 +244,13 @@ static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
             return work_broken_off(&v->work.stop, "verify",
                                    "what is to be verified was listed", error);
     }
-    q->digests = calloc(q->n_units, sizeof *q->digests);
-    if (!q->digests)
+    digest *digests = calloc(q->n_units, sizeof *digests);
+    if (!digests)
         return error_set_memory(error);
+    if (p->delta)
+        q->told = digests;
+    else
+        q->digests = digests;
     memcpy(q->work.token, p->leases[q->peer].token, sizeof q->work.token);
     fanin_status status = stream_open(p->client, q->peer, 1, &q->link, error);
     if (status != FANIN_OK)
@@ -277,16 +295,28 @@ static fanin_status await_digests(verifier *v, fanin_error *error)
 
 static void end_inquiries(verifier *v)
 {
-    for (size_t i = 0; v->inquiries && i < v->plan->n_sources; i++) {
+    for (size_t i = 0; v->inquiries && i < v->n_inquiries; i++) {
         inquiry *q = &v->inquiries[i];
-        if (q->link) {
-            connection_set_owing(q->control, false);
-            stream_end_work(v->p->client, q->peer);
-        }
+        if (!q->link)
+            continue;
+        connection_set_owing(q->control, false);
+        stream_end_work(v->p->client, q->peer);
+        q->link = NULL;
+    }
+}
+
+void verify_forget(verifier **out)
+{
+    verifier *v = *out;
+    if (!v)
+        return;
+    for (size_t i = 0; v->inquiries && i < v->n_inquiries; i++) {
+        inquiry *q = &v->inquiries[i];
         free(q->list.entries);
         free(q->list.requests);
         free(q->units);
         free(q->digests);
+        free(q->told);
     }
     if (!held_free(v->held, deadline_in_ms(DEVICE_DRAIN_MS))) {
         v->p->destination->leak = true;
@@ -295,40 +325,109 @@ static void end_inquiries(verifier *v)
                   "never freed");
     }
     free(v->inquiries);
+    free(v);
+    *out = NULL;
 }
 
-static fanin_status verify_part(pull *p, fanin_error *error)
+static verifier *verifier_create(pull *p)
 {
     size_t n_ranges;
     const memory_range *ranges = pull_ranges_of_part(p, &n_ranges);
-    verifier v = {.p = p,
-                  .plan = &pull_part(p)->plan,
-                  .share = {.loop = &p->client->loop,
-                            .max_inflight = p->client->config.max_inflight}};
-    client_work_start(&v.work, p->client, p->at);
-    v.held = held_create(p->client->devices->g, ranges, n_ranges);
-    v.inquiries = calloc(v.plan->n_sources + 1, sizeof *v.inquiries);
-    fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
-    for (size_t i = 0; i < v.plan->n_sources && status == FANIN_OK; i++) {
-        size_t peer = v.plan->peer_of[i];
-        v.inquiries[i] = (inquiry){.verifier = &v,
-                                   .source = i,
-                                   .peer = peer,
-                                   .control = p->client->peers[peer].control};
-        status = start_inquiry(&v, &v.inquiries[i], error);
+    verifier *v = calloc(1, sizeof *v);
+    if (!v)
+        return NULL;
+    *v = (verifier){.p = p,
+                    .plan = &pull_part(p)->plan,
+                    .n_inquiries = pull_part(p)->plan.n_sources,
+                    .share = {.loop = &p->client->loop,
+                              .max_inflight = p->client->config.max_inflight}};
+    client_work_start(&v->work, p->client, p->at);
+    v->held = held_create(p->client->devices->g, ranges, n_ranges);
+    v->inquiries = calloc(v->n_inquiries + 1, sizeof *v->inquiries);
+    if (!v->held || !v->inquiries)
+        verify_forget(&v);
+    return v;
+}
+
+/* What ranks say is compared, or kept. */
+static fanin_status ask_digests(verifier *v, fanin_error *error)
+{
+    pull *p = v->p;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < v->n_inquiries && status == FANIN_OK; i++) {
+        size_t peer = v->plan->peer_of[i];
+        v->inquiries[i] = (inquiry){.verifier = v,
+                                    .source = i,
+                                    .peer = peer,
+                                    .control = p->client->peers[peer].control};
+        status = start_inquiry(v, &v->inquiries[i], error);
     }
-    status = client_work_end(&v.work, status, error);
+    status = client_work_end(&v->work, status, error);
     if (status == FANIN_OK)
-        status = await_digests(&v, error);
-    end_inquiries(&v);
+        status = await_digests(v, error);
+    end_inquiries(v);
     return status;
 }
 
 fanin_status pull_verify(pull *p, fanin_error *error)
 {
-    fanin_status status = verify_part(p, error);
-    p->result->info.verified = status == FANIN_OK;
+    verifier *v = verifier_create(p);
+    fanin_status status = v ? ask_digests(v, error) : error_set_memory(error);
+    bool keeps = status == FANIN_OK && p->delta;
+    if (keeps)
+        p->kept = v;
+    else
+        verify_forget(&v);
+    p->result->info.verified = status == FANIN_OK && !keeps;
     if (status == FANIN_OK)
         pull_read_ended(p);
     return status;
+}
+
+/* ---------------------------------------------------------- what was kept */
+
+/* More than threads: units are large or small. */
+#define COMPARE_PARTS 64
+/* What is worth threads to digest. */
+#define COMPARE_THREADS_FROM ((uint64_t)8 << 20)
+
+/* So much of each rank. It lies in host memory, as patches do. */
+static fanin_status compare_part(void *cookie, size_t part, work_stop *stop,
+                                 fanin_error *error)
+{
+    const verifier *v = cookie;
+    held *held = held_create(NULL, NULL, 0);
+    fanin_status status = held ? FANIN_OK : error_set_memory(error);
+    for (size_t i = 0; i < v->n_inquiries; i++) {
+        inquiry *q = &v->inquiries[i];
+        uint64_t n, end = q->n_units * (part + 1) / COMPARE_PARTS;
+        for (uint64_t at = q->n_units * part / COMPARE_PARTS;
+             at < end && status == FANIN_OK; at += n) {
+            digest here;
+            status = held_digest(held, held_unit, q, at, at + 1, UINT64_MAX, &here, &n,
+                                 error);
+            if (status == FANIN_OK && !digest_equal(&here, &q->told[at]))
+                status = unequal(q, &q->units[at], error);
+            if (status == FANIN_OK && work_stopped_after(stop, WORK_STEPS))
+                status = work_broken_off(stop, "verify", "what it holds was digested",
+                                         error);
+        }
+    }
+    (void)held_free(held, 0);
+    return status;
+}
+
+fanin_status verify_kept(verifier *v, bool *equal, fanin_error *why)
+{
+    bool worth = v->plan->plan->bytes >= COMPARE_THREADS_FROM;
+    workers *w =
+        workers_open(v->p->client, v->p->at, COMPARE_PARTS, worth, compare_part, v);
+    if (!w)
+        return error_set_memory(why);
+    for (size_t i = 0; i < COMPARE_PARTS; i++)
+        workers_begin(w, i);
+    fanin_status status = workers_finish(w, NULL, why);
+    workers_close(&w);
+    *equal = status == FANIN_OK;
+    return status == FANIN_ERR_TRANSPORT ? FANIN_OK : status;
 }

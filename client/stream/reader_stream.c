@@ -74,10 +74,6 @@ static void stream_disconnect(fanin_client *client)
     client->streams = NULL;
 }
 
-/* Bytes of sealed streams from which on threads check them. */
-#define CHECKS_FROM ((uint64_t)8 << 20)
-/* One for a rank's thread, one for the calling one. */
-#define BUSY_CPUS 2
 /* Shaking hands takes as long as so many bytes. */
 #define HANDSHAKE_BYTES ((uint64_t)1 << 20)
 /* What all others have when one connection to each rank is made, beside as long again. */
@@ -146,7 +142,6 @@ typedef struct reader_thread {
 
 typedef struct stream_reading {
     const path_reading *r;
-    seal_checks *checks; /* NULL: who receives makes them */
     unsigned n_threads;
     reader_thread *threads;
     stream_source sources[];
@@ -166,20 +161,6 @@ static bool is_for_devices(const path_reading *r)
     for (size_t i = 0; i < r->n_ranges; i++)
         is = is || r->ranges[i].device >= 0;
     return is;
-}
-
-/* Threads cost more than they spare where little comes, and where the ranks and this one have all
-   CPUs already. Readers that are several check what they receive, as the CPU's caches have it. */
-static void make_checks(stream_reading *s)
-{
-    uint64_t sealed = 0;
-    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
-        if (connection_is_sealed(path_source(s->r, i)))
-            sealed += bytes_of_works(s->r, i);
-    }
-    if (sealed >= CHECKS_FROM && usable_cpus() > BUSY_CPUS && !s->r->sink &&
-        s->n_threads == 1)
-        s->checks = seal_checks_create(&s->r->client->loop);
 }
 
 /* Connections that a rank has at most, as far as this client wants them. @p ciphered_here: by TLS,
@@ -328,7 +309,6 @@ static fanin_status start_source(stream_reading *s, size_t i, unsigned count,
                                  .landed = r->landed,
                                  .landed_cookie = r->cookie,
                                  .devices = r->sink,
-                                 .checks = s->checks,
                                  .error = FANIN_ERROR_INIT};
     if (r->leases)
         memcpy(source->work.token, r->leases[peer].token, sizeof source->work.token);
@@ -409,15 +389,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
     if (!s)
         return FANIN_ERR_MEMORY;
     fanin_status status = make_threads(s, error);
-    if (status == FANIN_OK)
-        make_checks(s);
     return status == FANIN_OK ? start_sources(s, details, false, error) : status;
-}
-
-static bool step(void *reading)
-{
-    stream_reading *s = reading;
-    return s->threads[0].share.inflight == 0 && seal_checks_help(s->checks);
 }
 
 static bool busy(void *reading, deadline *wake)
@@ -477,8 +449,6 @@ static bool finish(void *reading)
 {
     stream_reading *s = reading;
     take_back(s);
-    /* First: they read the destination, and tell the links. */
-    seal_checks_destroy(&s->checks);
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         if (s->sources[i].link)
             stream_end_work(s->r->client, s->r->plan->peer_of[i]);
@@ -602,7 +572,6 @@ const path_reader stream_reader = {
     .plan = make_list,
     .forget = forget_list,
     .start = start,
-    .step = step,
     .check = check,
     .busy = busy,
     .bytes = bytes,

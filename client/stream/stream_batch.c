@@ -130,12 +130,6 @@ static bool is_staged(const arrival *a)
                  strided_bytes(v) != a->length);
 }
 
-bool batch_is_plain(const plan *plan, const piece *p)
-{
-    const arrival a = arrival_of(plan, p);
-    return !is_staged(&a);
-}
-
 /* Where the piece lands is made ready for it. */
 static bool prepare_landing(data_connection *d, const piece *p)
 {

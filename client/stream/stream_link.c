@@ -40,9 +40,6 @@ static void close_data(data_connection *d)
     framing_free(&d->in);
     checksum_free(d->sum);
     d->sum = NULL;
-    if (d->check)
-        seal_checks_give_back(d->check);
-    d->check = NULL;
     free(d->staging);
     d->staging = NULL;
 }
@@ -211,7 +208,6 @@ bool stream_link_stop(stream_link *link)
         bool given_up = d->source.fd < 0 && d->stage < IDLE_OR_FRAME && !failed;
         if (link->work && link->work->devices)
             recall(d, link->work->devices);
-        d->check = NULL; /* it went with the others */
         d->share = NULL;
         /* One that is still being made goes on in the client's loop. */
         bool rests =
@@ -544,7 +540,7 @@ static size_t receive_body(data_connection *d)
     size_t got = receive_frames(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
     if (got == 0)
         return 0;
-    if (d->link->sealed && !d->check)
+    if (d->link->sealed)
         sum_received(d, got);
     batch_consume(d, got);
     if (d->iov_left > 0 || d->piece < d->pieces_end)
@@ -556,65 +552,12 @@ static size_t receive_body(data_connection *d)
     return got;
 }
 
-static void on_verdict(void *owner, uint64_t bytes, bool fits)
-{
-    data_connection *d = owner;
-    if (fits) {
-        d->link->work->bytes += bytes;
-        d->link->work->done_requests++;
-    } else {
-        lose_seal(d);
-    }
-}
-
-/* Whether threads can read all of the oldest request's bytes at leisure: they are in host memory
-   and as they came. */
-static bool is_unsecured(const data_connection *d)
-{
-    const stream_work *w = d->link->work;
-    const read_request *r = &w->list->requests[d->queue[0]];
-    bool plain = !w->devices;
-    for (uint32_t i = 0; plain && i < r->n_pieces; i++)
-        plain = batch_is_plain(w->plan, &w->pieces->pieces[r->first_piece + i]);
-    return plain;
-}
-
-static void start_check(data_connection *d, const uint8_t header[FRAME_SIZE])
-{
-    const stream_work *w = d->link->work;
-    const read_request *r = &w->list->requests[d->queue[0]];
-    d->check = is_unsecured(d) ? seal_checks_take(w->checks) : NULL;
-    if (!d->check)
-        return;
-    d->check->plan = w->plan;
-    d->check->pieces = &w->pieces->pieces[r->first_piece];
-    d->check->n_pieces = r->n_pieces;
-    d->check->base = w->base;
-    d->check->bytes = r->bytes;
-    d->check->owner = d;
-    d->check->verdict = on_verdict;
-    memcpy(d->check->header, header, FRAME_SIZE);
-}
-
-/* The oldest request is answered; what came is looked at elsewhere. */
-static void submit_check(data_connection *d, const uint8_t seal[SEAL_SIZE])
-{
-    sealed_body *check = d->check;
-    d->check = NULL;
-    memcpy(check->seal, seal, SEAL_SIZE);
-    (void)end_request(d);
-    seal_checks_submit(d->link->work->checks, check);
-    pump(d);
-}
-
 static void take_seal(data_connection *d)
 {
     uint8_t seal[SEAL_SIZE];
     if (framing_take_seal(&d->in, seal) == FRAMING_MORE)
         return;
-    if (d->check)
-        submit_check(d, seal);
-    else if (seal_fits(checksum_get(d->sum), seal))
+    if (seal_fits(checksum_get(d->sum), seal))
         finish_request(d);
     else
         lose_seal(d);
@@ -748,7 +691,6 @@ static void begin_body(data_connection *d)
         return;
     checksum_reset(d->sum);
     checksum_add(d->sum, header, FRAME_SIZE);
-    start_check(d, header);
 }
 
 static void take_frame(data_connection *d)

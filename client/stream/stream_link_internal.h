@@ -27,7 +27,6 @@ typedef struct data_connection {
         requests;  /* sent, with the hello: the last one's number, never used again */
     framing in;    /* but for the bytes that were asked for */
     checksum *sum; /* sealed: of the reply to a read that is coming, up to now */
-    sealed_body *check; /* the body that is coming is summed up elsewhere; NULL: here */
     /* where in the oldest request's pieces the bytes that come next belong */
     uint64_t piece, pieces_end, run;
     struct iovec iov[MAX_IOVECS];
@@ -71,8 +70,6 @@ void data_landed(sink_job *job, bool ok);
 
 /* Where a body's bytes go (stream_batch.c). */
 
-/** Whether the piece lands as it comes, in runs that are not short. */
-bool batch_is_plain(const plan *plan, const piece *p);
 /** The oldest request's body begins. */
 void batch_begin(data_connection *d);
 /** Destinations of the bytes that come next; at least one if any piece is left. False: nothing can

@@ -3,13 +3,11 @@
 #include "clock.h"
 #include "error_set.h"
 #include "load_lock.h"
-#include "own_file.h"
 #include "pem.h"
 #include "thread.h"
 #include "tls_internal.h"
 
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>

@@ -8,7 +8,6 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #define SONAME "libssl.so.3"
 #define MAJOR(version) ((version) >> 28)

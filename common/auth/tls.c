@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections, up to the end of their handshake: OpenSSL reads and writes through two buffers, by
    which nothing of its ever waits for the socket. */
-#include "error_set.h"
 #include "tls_internal.h"
 
 #include <errno.h>

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "block.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 bool block_volume(const block *b, uint64_t *elements_out)

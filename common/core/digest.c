@@ -36,11 +36,6 @@ void checksum_reset(checksum *c)
     XXH3_64bits_reset((XXH3_state_t *)c);
 }
 
-void checksum_copy(checksum *to, const checksum *from)
-{
-    XXH3_copyState((XXH3_state_t *)to, (const XXH3_state_t *)from);
-}
-
 void checksum_add(checksum *c, const void *data, size_t size)
 {
     (void)XXH3_64bits_update((XXH3_state_t *)c, data, size);

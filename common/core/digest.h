@@ -17,7 +17,6 @@ typedef struct checksum checksum;
 checksum *checksum_create(void); /**< of nothing yet; NULL: no memory */
 void checksum_free(checksum *c); /**< NULL is fine */
 void checksum_reset(checksum *c);
-void checksum_copy(checksum *to, const checksum *from);
 void checksum_add(checksum *c, const void *data, size_t size);
 uint64_t checksum_get(const checksum *c); /**< of what was added; more may be */
 

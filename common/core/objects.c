@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "digest.h"
-#include "dtype.h"
 #include <fanin/objects.h>
 #include <stddef.h>
 #include <string.h>

@@ -13,7 +13,6 @@
 #include "block.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct corner {
     uint32_t block; /* index into unique, n_unique: the tensor itself */

@@ -30,10 +30,15 @@
     OWN(reads_refused, "fanin_reads_total", "result=\"refused\"", "") \
     BOTH(10, bytes_streamed, "fanin_streamed_bytes_total", NULL, \
          "Tensor bytes sent on data connections.") \
+    OWN(bytes_patches, "fanin_patch_bytes_total", NULL, \
+        "Of the bytes sent on data connections, those of patches.") \
     BOTH(6, updates, "fanin_updates_total", NULL, "Updates that began.") \
     BOTH(7, commits, "fanin_commits_total", NULL, "Steps committed.") \
     OWN(commits_withdrawn, "fanin_commits_withdrawn_total", NULL, \
         "Steps that were never published because an update began before their stream was done.") \
+    OWN(patches_made, "fanin_patches_total", "result=\"made\"", \
+        "Commits for which a patch was asked, by result.") \
+    OWN(patches_lacking, "fanin_patches_total", "result=\"none\"", "") \
     OWN(aborts, "fanin_aborts_total", NULL, "Updates aborted.") \
     BOTH(26, drain_wait_ns_total, "fanin_drain_wait_seconds_total", NULL, \
          "Time that begin_update waited for readers.") \

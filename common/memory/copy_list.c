@@ -20,11 +20,6 @@ digest_list digest_list_in(void *memory, size_t size, uint32_t pieces)
     return list;
 }
 
-void digest_list_clear(digest_list *list)
-{
-    list->n_pieces = list->n_entries = list->filled = 0;
-}
-
 void digest_list_cut(digest_list *list)
 {
     list->filled = 0;

@@ -24,8 +24,6 @@ typedef struct digest_list {
 /** An empty list in @p size bytes at @p memory, aligned to 16, with room for @p pieces and as many
     entries as fit behind them. */
 digest_list digest_list_in(void *memory, size_t size, uint32_t pieces);
-/** Forgets everything but the room. */
-void digest_list_clear(digest_list *list);
 /** The next byte begins a new piece: what is digested by itself begins. */
 void digest_list_cut(digest_list *list);
 /** @p runs of @p run bytes each, @p step from one to the next, the first at @p from; converted,

@@ -4,7 +4,6 @@
 #include "copy_list.h"
 #include "error_set.h"
 #include <errno.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/uio.h>
@@ -102,6 +101,12 @@ static bool run_stretch(const guarded *g, const copy_entry *e, const stretch *s,
     if (!bring(g, e, s, bad))
         return false;
     copy_entries_run(&here, 1, NULL, 0, 0);
+    if (g->seen) {
+        /* NOLINTNEXTLINE(performance-no-int-to-ptr) */
+        const uint8_t *converted = (const uint8_t *)(uintptr_t)s->to;
+        g->seen(g->cookie, s->to, e->convert == CONVERT_NONE ? g->data : converted,
+                convert_bytes(e->convert, (uint64_t)s->run * s->runs));
+    }
     return true;
 }
 

@@ -23,6 +23,10 @@ typedef struct guarded {
     int fd;
     uint8_t *data; /**< NULL: not open */
     size_t size;
+    /** is told what guarded_run() has copied to @p to, piece by piece, while @p bytes are in the
+        cache; NULL: nobody. Of entries that lie packed where they are copied to */
+    void (*seen)(void *cookie, uint64_t to, const uint8_t *bytes, uint64_t length);
+    void *cookie;
 } guarded;
 
 /** FANIN_ERR_IO, FANIN_ERR_MEMORY. */

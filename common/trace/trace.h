@@ -24,6 +24,7 @@ typedef enum trace_name {
     TRACE_READER, /**< a thread that reads beside the calling one */
     TRACE_DIGEST,
     TRACE_END,
+    TRACE_APPLY, /**< patches, to what the destination holds */
     TRACE_WRITE,
     TRACE_PUBLISH,
     TRACE_BEGIN_UPDATE,

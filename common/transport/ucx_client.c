@@ -3,7 +3,6 @@
 #include "ucx_address.h"
 #include "ucx_internal.h"
 #include <poll.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -13,11 +13,7 @@ made.
 from __future__ import annotations
 
 from ._library import __version__
-from ._sweep import sweep_adapter_directory
-from ._tensors import Box, PackedTensors, Shard, pack, shard_of
-from ._trace import trace
-from .client import (
-    Client,
+from ._records import (
     Entry,
     Owner,
     PublicationInfo,
@@ -28,6 +24,10 @@ from .client import (
     RankState,
     WatchEvent,
 )
+from ._sweep import sweep_adapter_directory
+from ._tensors import Box, PackedTensors, Shard, pack, shard_of
+from ._trace import trace
+from .client import Client
 from .errors import (
     CancelledError,
     ConnectionFailedError,

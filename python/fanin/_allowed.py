@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from fanin.errors import RequestError
 from fanin.info import addresses_of, is_path, split_address
 
-__all__ = ["ANY", "VARIABLE", "admits", "check", "check_by_config", "check_directory", "parse"]
-
 ANY = "any"
 VARIABLE = "FANIN_ALLOW_TRAINERS"
 _AUTH = -303  # FANIN_ERR_AUTH

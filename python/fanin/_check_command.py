@@ -14,8 +14,6 @@ from typing import Any
 from fanin import check
 from fanin.errors import FaninError, RequestError, status_name
 
-__all__ = ["DIFFERS", "main"]
-
 DIFFERS = 14
 """The exit status of ``nixl-fetch verify`` for bytes that differ."""
 

@@ -16,7 +16,7 @@ def main() -> None:
     if not program.exists():
         sys.exit("nixl-fetch: this package was installed without it; install a wheel of fanin")
     _library.offer_ucx()
-    # The python3 that it starts for verify --engine is this one, which has the package.
+    # The python3 that it becomes for some commands is this one, which has the package.
     own = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
     os.execv(program, [str(program), *sys.argv[1:]])

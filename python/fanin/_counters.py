@@ -3,8 +3,6 @@
 # fmt: off
 """What a rank counts. Made by docs/generate.py of common/counters/counters.h."""
 
-__all__ = ["METRICS", "SERVER_STATS", "TOLD"]
-
 SERVER_STATS = (
     "pulls_good",
     "pulls_stale",
@@ -51,6 +49,9 @@ SERVER_STATS = (
     "relay_bytes_relays",
     "relay_late",
     "relay_taken_over",
+    "bytes_patches",
+    "patches_made",
+    "patches_lacking",
 )
 """Members of ``fanin_server_stats`` behind its size, in their order."""
 

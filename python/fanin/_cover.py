@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Gap", "Part", "Parts", "gap_text", "uncovered"]
-
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """First element and elements of a block."""
 Parts = tuple[Part, ...]

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["MODULUS", "box_digest", "box_digests", "digest_sum"]
-
 MODULUS = 1 << 64
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements that are widened to 64 bits at a time: they stay in a processor's cache."""

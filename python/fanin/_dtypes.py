@@ -8,18 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = [
-    "DTYPES",
-    "NARROWED",
-    "NUMPY",
-    "NUMPY_KINDS",
-    "TORCH_DTYPES",
-    "dtype_bits",
-    "dtype_name",
-    "torch_dtype",
-    "torch_types",
-]
-
 
 class _Dtype(NamedTuple):
     """``bits``: of an element. ``held``: NumPy's kind and bytes of an array that can hold it."""

@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 from fanin import _counters
 from fanin._metrics_page import MetricsPage
 
-__all__ = ["METRICS", "main"]
-
 METRICS = {
     "fanin_run_up": "Whether any rank answered, and all belong together.",
     "fanin_rank_up": "Whether the rank answered.",

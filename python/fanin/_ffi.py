@@ -161,6 +161,7 @@ class ServerConfig(Structure):
         ("tls_cert", c_char_p),
         ("tls_key", c_char_p),
         ("tls_ca", c_char_p),
+        ("max_bytes_per_second", c_uint64),
     ]
 
 
@@ -172,6 +173,7 @@ class CommitOptions(Structure):
         ("flags", c_uint32),
         ("cast", c_int32),
         ("stream", Stream),
+        ("deltas", c_uint32),
     ]
 
 
@@ -257,6 +259,7 @@ class RelayConfig(Structure):
         ("client", POINTER(ClientConfig)),
         ("server", POINTER(ServerConfig)),
         ("unit_bytes", c_uint64),
+        ("place", c_char_p),
     ]
 
 
@@ -273,6 +276,7 @@ class RelayStats(Structure):
         ("late", c_uint64),
         ("taken_over", c_uint64),
         ("holders", c_uint64),
+        ("forbidden", c_uint64),
     ]
 
 
@@ -296,6 +300,7 @@ class PullOptions(Structure):
         ("verify", c_bool),
         ("max_file_bytes", c_uint64),
         ("rank_progress", RankProgressFn),
+        ("deltas", c_bool),
     ]
 
 
@@ -331,6 +336,10 @@ class ResultInfo(Structure):
         ("transport_checksums", c_int32),
         ("verified", c_bool),
         ("verify_ns", c_uint64),
+        ("base_step", c_uint64),
+        ("patch_bytes", c_uint64),
+        ("apply_ns", c_uint64),
+        ("whole_because", c_char_p),
     ]
 
 
@@ -369,6 +378,7 @@ class PublicationInfo(Structure):
         ("key_digest", c_uint8 * 16),
         ("state_age_ms", c_uint64),
         ("commit_age_ms", c_uint64),
+        ("taken_back", c_uint64),
     ]
 
 
@@ -524,6 +534,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
     ),
     "fanin_destination_create": (_status, [c_void_p, c_size_t, _handle_out, _error]),
+    "fanin_destination_touched": (None, [_handle]),
     "fanin_destination_free": (None, [_handle_out]),
     "fanin_client_pull_into": (
         _status,

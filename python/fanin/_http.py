@@ -17,8 +17,6 @@ from typing import Any
 from fanin._otel import carried
 from fanin.errors import RequestError, status_name
 
-__all__ = ["FAILURES", "Reply", "Until", "ask_json", "base_url", "checked_key", "post_json"]
-
 FAILURES = (OSError, http.client.HTTPException)
 """What :func:`ask_json` raises when no answer was got."""
 

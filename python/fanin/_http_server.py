@@ -21,8 +21,6 @@ from typing import Any
 
 from fanin._http import Until
 
-__all__ = ["Answer", "HttpServer", "Request"]
-
 _DEAF = 0.1  # seconds until a connection is taken again, when one could not be
 _SAY_AGAIN = 60.0  # seconds until it is logged again that none could be
 _REMEDIES = {

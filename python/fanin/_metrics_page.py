@@ -10,8 +10,6 @@ from collections.abc import Callable
 from fanin._http_server import Answer, HttpServer, Request
 from fanin.errors import FaninError
 
-__all__ = ["MetricsPage"]
-
 _MOST, _SECONDS, _FRESH = 16, 5.0, 1.0
 _RATE = 50.0  # connections a second: each takes a thread and the interpreter from the trainer
 _KIND = "text/plain; version=0.0.4; charset=utf-8"

@@ -20,8 +20,6 @@ from typing import Any
 from . import _ffi
 from ._tensors import BOX_SIZE, TENSOR_SIZE, Described, address_of
 
-__all__ = ["Named", "NamedTensors"]
-
 #: What several runs, or two buffers in turn, are pulled into.
 KEPT = 4
 _CAPSULE = b"dlpack_exchange_api"

@@ -28,32 +28,12 @@ from .errors import FaninError, RequestError
 from .info import addresses_of, is_path
 from .names import AdapterName
 
-__all__ = [
-    "LANDINGS",
-    "MOST_BYTES",
-    "PATHS",
-    "VARIABLES",
-    "ClientOptions",
-    "Configured",
-    "Credentials",
-    "Option",
-    "Publishing",
-    "ServerOptions",
-    "Serving",
-    "filled",
-    "handed_on",
-    "names_of",
-    "option",
-    "options_of",
-    "takes",
-    "texts_of",
-]
-
 SECTION = "weight_broadcast"
 PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 LANDINGS = ("auto", "slot", "directory")
 MOST_BYTES = (1 << 63) - 1
 
+_PLACE = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 _P = ParamSpec("_P")
 _Self = TypeVar("_Self")
 _Options = TypeVar("_Options")
@@ -133,6 +113,13 @@ def relay(value: Any) -> str:
         return networks(value)
     except ValueError as error:
         raise ValueError(f'"host" or {error}') from None
+
+
+def place(value: Any) -> str:
+    """Where a reader is: the C library checks it likewise."""
+    if isinstance(value, str) and len(value) < 64 and _PLACE.fullmatch(value):
+        return value
+    raise ValueError("site or site/rack, of letters, digits, '.', '-' and '_', at most 63 in all")
 
 
 def numeric(value: Any) -> str:
@@ -492,12 +479,16 @@ class Publishing:
         snapshot: Publish copies: readers never delay an update, for twice the memory.
         cast: With *snapshot*: "BF16" or "F16", which F32 tensors are published as. Keywords take
             also a mapping by patterns of published names, of which the first that fits decides.
+        deltas: Of whole models in host memory, with *snapshot*: keep so many patches, at most 16.
+            Engines on slow links then read what the last steps have changed instead of the whole.
+            4 serves engines that miss a few steps.
     """
 
     advertise: str | None = option(None, text_of, "FANIN_ADVERTISE")
     port_by: str = option("global", choice("global", "local"), "FANIN_PORT_BY")
     snapshot: bool = option(False, switch, "FANIN_SNAPSHOT")
     cast: Any = option(None, half, "FANIN_CAST")
+    deltas: int = option(0, whole(0, 16), "FANIN_DELTAS")
 
 
 # ------------------------------------------------------------------ pulling

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from .errors import FaninError
 
-__all__ = ["Span", "carried", "carry", "span", "within"]
-
 _T = TypeVar("_T")
 
 

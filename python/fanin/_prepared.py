@@ -9,8 +9,6 @@ from typing import Any
 from ._library import check, new_error
 from ._tensors import Described
 
-__all__ = ["Prepared", "prepare"]
-
 
 class Prepared:
     """``fanin_destination``; ends with this object."""
@@ -27,6 +25,10 @@ class Prepared:
         )
         check(status, error)
 
+    def touched(self) -> None:
+        """Something else has written the memory: what it holds is no step's any more."""
+        self._library.fanin_destination_touched(self)
+
     def __del__(self) -> None:
         self._library.fanin_destination_free(self._out())
 
@@ -34,13 +36,14 @@ class Prepared:
         return ctypes.byref(self._as_parameter_)
 
 
-def prepare(library: Any, described: Described) -> Prepared | None:
-    """For a pull. None the first time: a client that pulls once does not pay for others.
+def prepare(library: Any, described: Described, *, at_once: bool = False) -> Prepared | None:
+    """For a pull. None the first time, unless *at_once*: a client that pulls once does not pay for
+    others.
 
     Only in the call that the client makes: what is let go for it, another one could be reading.
     """
     known: Prepared | None = described.prepared
-    if known is None and described.used:
+    if known is None and (described.used or at_once):
         known = described.prepared = Prepared(library, described)
         described.is_prepared()
     described.used = True

@@ -32,16 +32,6 @@ from ._tensors import Described, PackedTensors, Shard, pack, shard_of
 from .errors import CancelledError, ProcessError, RequestError, StateError
 from .server import Stream, c_stream, publication_of
 
-__all__ = [
-    "Listeners",
-    "Puller",
-    "Report",
-    "c_addresses",
-    "current_stream",
-    "finish",
-    "set_max_bytes",
-]
-
 _T = TypeVar("_T")
 # Of a pull: progress and rank_progress.
 Listeners = tuple[Callable[[int, int], None] | None, Callable[[PullProgress], None] | None]
@@ -58,6 +48,7 @@ _PHASES = (
     "end",
     "write",
     "verify",
+    "apply",
 )
 # A cancelled call ends within moments; only a file system that hangs takes longer.
 _CLOSE_SECONDS = 10.0
@@ -100,6 +91,8 @@ def _tell_span(told: Span, result: PullResult) -> None:
     told.set(step=result.step, world=result.world_id, bytes=result.bytes, tensors=result.tensors)
     told.set(ranks=len(result.ranks), path=result.path, reused=result.reused)
     told.set(restarts=result.restarts, stale=result.stale)
+    if result.base_step or result.patch_bytes or result.whole_because:
+        told.set(base_step=result.base_step, patch_bytes=result.patch_bytes)
     told.set(**{f"{phase}_ms": 1e3 * getattr(result, phase) for phase in _PHASES})
 
 
@@ -180,9 +173,12 @@ class Puller(ClosableHandle):
             raise RequestError.make("no tensor is asked for", "name at least one tensor")
         return packed, memory
 
-    def _into(self, packed: Described, _memory: object, first: Any, again: Any) -> tuple[Any, ...]:
-        """The function that fills *packed*, and what it is given. *_memory*: kept meanwhile."""
-        prepared = prepare(self._library, packed)
+    def _into(
+        self, packed: Described, _memory: object, first: Any, again: Any, at_once: bool = False
+    ) -> tuple[Any, ...]:
+        """The function that fills *packed*, and what it is given. *_memory*: kept meanwhile.
+        *at_once*: by *again*, the first time too."""
+        prepared = prepare(self._library, packed, at_once=at_once)
         return (first, packed.address, len(packed)) if prepared is None else (again, prepared)
 
     def _options(

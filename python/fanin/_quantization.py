@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Container
 from fnmatch import fnmatchcase
 
-__all__ = ["LISTS", "QUANTIZATION", "SCALES", "is_fit", "scale_of"]
-
 QUANTIZATION = "quantization"
 """The pair of a publication's metadata that has its ``quantization_config`` as JSON."""
 LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")

@@ -14,6 +14,9 @@ from ._dtypes import DTYPES
 from ._library import text
 from .errors import status_name
 
+DELTAS = "deltas"
+"""The pair of a publication's metadata that says how many patches its ranks keep."""
+
 _Record = TypeVar("_Record")
 _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 
@@ -64,6 +67,15 @@ class PullResult:
     #: The ranks' digests are those of what has landed, and what comparing them took.
     verified: bool = False
     verify: float = 0.0
+    #: With ``deltas`` and no *whole_because*: the step that the memory held, to which patches were
+    #: applied. Otherwise 0.
+    base_step: int = 0
+    #: Of the patches that were read, their directories included, in all attempts.
+    patch_bytes: int = 0
+    #: Applying patches.
+    apply: float = 0.0
+    #: Why a pull with ``deltas`` read the whole; "": it read patches, or was without.
+    whole_because: str = ""
     #: For each rank: rank, address, path, reason, bytes, reads, read_ns, connections, checksums.
     ranks: list[dict[str, Any]] = field(default_factory=list)
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from .info import is_loopback
 
-__all__ = ["route_address"]
-
 
 def route_address(targets: Sequence[str]) -> str | None:
     """This host's address on the way to the first target that another address than 127.x leads to.

@@ -19,22 +19,6 @@ from fanin._dtypes import NARROWED
 from fanin._tiles import are_apart, tilings
 from fanin.errors import PeerError
 
-__all__ = [
-    "ROUNDED",
-    "Difference",
-    "Held",
-    "Layout",
-    "Tensor",
-    "compare",
-    "digests_of",
-    "join",
-    "publication_for",
-    "read",
-    "room_for",
-    "scaled",
-    "size_of",
-]
-
 ROUNDED = "rounded to"
 """How a difference begins that a cast of the trainer's makes."""
 

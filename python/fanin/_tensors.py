@@ -17,8 +17,6 @@ from . import _ffi
 from ._dtypes import DTYPES, NUMPY_KINDS, TORCH_DTYPES, dtype_bits, torch_dtype
 from .errors import RequestError
 
-__all__ = ["Box", "PackedTensors", "Shard", "pack", "shard_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -370,7 +368,8 @@ class PackedTensors(Described):
     """Shards as an array of ``fanin_tensor``.
 
     Made by :func:`pack`; a pull that is repeated may be given one again instead of its shards.
-    Immutable. Keeps the owners of the memory alive.
+    Immutable. Keeps the owners of the memory alive, and remembers which step pulls with ``deltas``
+    have brought there.
     """
 
     __slots__ = ("shards",)
@@ -380,6 +379,15 @@ class PackedTensors(Described):
         super().__init__(len(shards), devices, address, buffers)
         #: What was packed.
         self.shards = shards
+
+    def touched(self) -> None:
+        """Says that something else than pulls into these has written the memory, or will.
+
+        The next pull with ``deltas`` then reads the whole. Call it not while a pull is under way.
+        Does not block; any thread.
+        """
+        if self.prepared is not None:
+            self.prepared.touched()
 
 
 def address_of(buffer: bytearray) -> tuple[int, Any]:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from fanin._cover import Part
 
-__all__ = ["are_apart", "tilings"]
-
 _MOST = 20_000
 """Boxes that are tried, of one tensor."""
 

@@ -25,12 +25,10 @@ from ._options import ClientOptions, filled, takes
 from ._puller import Puller, Report, c_addresses, finish, set_max_bytes
 from ._records import (
     Entry,
-    Owner,
     PublicationInfo,
     PullProgress,
     PullResult,
     RankInfo,
-    RankProgress,
     RankState,
     WatchEvent,
     entry_at,
@@ -43,20 +41,6 @@ from ._tensors import PackedTensors, Shard
 from .errors import RequestError
 from .server import Stream, publication_of
 from .session import PullSession
-
-__all__ = [
-    "Client",
-    "Entry",
-    "Owner",
-    "PublicationInfo",
-    "PullProgress",
-    "PullResult",
-    "PullSession",
-    "RankInfo",
-    "RankProgress",
-    "RankState",
-    "WatchEvent",
-]
 
 _T = TypeVar("_T")
 
@@ -278,9 +262,10 @@ class Client(Puller):
         timeout: float = 60.0,
         max_attempts: int = 0,
         dtype: str | None = None,
-        verify: bool = False,
+        verify: bool | None = None,
         stream: Stream | None = None,
         max_bytes: int | None = None,
+        deltas: bool = False,
         progress: Callable[[int, int], None] | None = None,
         rank_progress: Callable[[PullProgress], None] | None = None,
     ) -> PullResult:
@@ -288,6 +273,17 @@ class Client(Puller):
 
         On success all hold the bytes of one step. On failure their content is undefined, and
         nothing writes them after the return.
+
+        With *deltas* a pull reads what has changed since the step that it brought there last, if
+        the trainer keeps patches (``commit(..., deltas=4)``), all ranks are read by stream, and it
+        is at most half of the bytes. Otherwise it reads the whole, and the result's *whole_because*
+        says why. The caller promises that between two such pulls nothing else writes the memory, or
+        calls :meth:`PackedTensors.touched`. ::
+
+            packed = fanin.pack(fanin.shard_of(name, one) for name, one in tensors.items())
+            while True:
+                result = client.pull_into("full:0", packed, at_least=step + 1, deltas=True)
+                step = result.step
 
         The other arguments, and other errors, are those of :meth:`pull_adapter`.
 
@@ -301,18 +297,29 @@ class Client(Puller):
                 None: PyTorch's current stream of its tensors' device, on which what used their
                 memory before may still run. No stream has to wait for the writes.
             max_bytes: refuse to bring more; None: as many as *tensors* hold.
+            verify: as :meth:`pull_adapter`; None: as *deltas*. What patches have made is compared
+                too: where it differs, the same call reads the whole.
+            deltas: *tensors* is what :func:`fanin.pack` made, in host memory.
 
         Raises:
             NotFoundError: no such run or tensor.
             PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
-            RequestError: *tensors* is empty, or one is read-only.
+            RequestError: *tensors* is empty, or one is read-only; *deltas*, and *tensors* is not
+                what :func:`fanin.pack` made.
         """
+        if deltas and not isinstance(tensors, PackedTensors):
+            raise RequestError.make(
+                "deltas are asked for into memory that is described anew at each call",
+                "pack it once: fanin.pack(fanin.shard_of(name, one) ...), and give that each time",
+            )
+        checked = deltas if verify is None else verify
         packed, memory, options = self._filling(
-            run, tensors, step, at_least, timeout, max_attempts, dtype, stream, max_bytes, verify
+            run, tensors, step, at_least, timeout, max_attempts, dtype, stream, max_bytes, checked
         )
+        options.deltas = deltas
         lib = self._library
         functions = lib.fanin_client_pull, lib.fanin_client_pull_into
-        into = partial(self._into, packed, memory, *functions)
+        into = partial(self._into, packed, memory, *functions, at_once=deltas)
         return self._pull("pull_into", options, (progress, rank_progress), into)
 
     def begin(

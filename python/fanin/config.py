@@ -51,6 +51,7 @@ from fanin._options import (
     number,
     option,
     options_of,
+    place,
     prefix,
     relay,
     seconds,
@@ -181,8 +182,10 @@ class InferenceConfig:
         landing: auto, slot: into the slots of vLLM where they can be filled. directory.
         spare_file: Make the next file of a directory beforehand, where memory allows.
         require_step: An engine of whole models answers nothing before its first update (HTTP 503).
-        relay: Hand on whole models that are read ahead: host, to engines of this host; or networks,
-            to engines there. Default: no.
+        relay: Share whole models with other engines: host, with those of this host; or networks,
+            with those there. Default: no.
+        place: Where the engine is, for relays: site, or site/rack. Engines of different sites hand
+            nothing on to each other. Default: the site of all that say none.
         credentials: What trainers over a network are shown. Default: the secret that the trainer's
             nixl_info.json names.
     """
@@ -203,6 +206,7 @@ class InferenceConfig:
     spare_file: bool = option(True, switch, "FANIN_SPARE_FILE")
     require_step: bool = option(False, switch, "FANIN_REQUIRE_STEP")
     relay: str | None = option(None, relay, "FANIN_RELAY")
+    place: str | None = option(None, place, "FANIN_PLACE")
     credentials: Credentials = Credentials()
 
 
@@ -414,6 +418,9 @@ def trainer_config(
     if config.cast is not None and not config.snapshot:
         remedy = "add snapshot = true, or leave out cast"
         raise settings.bad("cast", "only snapshots can be cast", remedy)
+    if config.deltas and not config.snapshot:
+        remedy = "add snapshot = true, or leave out deltas"
+        raise settings.bad("deltas", "only snapshots have patches", remedy)
     if bind is not None and ipaddress.ip_address(bind).is_unspecified:
         problem = "a server does not listen on all interfaces"
         raise settings.bad("bind", problem, "give one address of this host")

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import _ffi
 from ._calls import Use
-from ._library import check, initialised, new_error
+from ._library import c_string, check, initialised, new_error
 from ._log import log_target
 from ._options import ClientOptions, ServerOptions, filled, networks, takes
 from ._puller import Puller, c_addresses
@@ -30,7 +30,9 @@ RelayStats = dict[str, int]
 # Exceptions of a signal's handler, one right after the other.
 _AT_ONCE = 8
 _NO_WORLD = bytes(15) + b"\1"  # the relay takes the trainer's
-_SAME = ("secret_file", "tls_cert", "tls_key", "tls_ca", "use_ucx", "trust_containers")
+# What it serves by as it reads; on this host the kernel says who asks.
+_HERE = ("secret_file", "use_ucx", "trust_containers")
+_CERTIFICATE = ("tls_cert", "tls_key", "tls_ca")
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,23 @@ class RelayOptions(ClientOptions):
             address on the way to the trainer, and hands on to readers there. They need the secret
             or certificates that the trainer has. None: hands on to readers of this host alone.
         trusted_network: Readers in *network* may read by RDMA, and could then write the memory.
+        place: Where this reader is: site, or site/rack, of ASCII letters, digits, '.', '-' and '_'.
+            Readers of different sites hand nothing on to each other: each site takes a step from
+            the trainer. "": in the site of all readers that say no place. None: as FANIN_PLACE in
+            the environment says.
         lease: Most seconds that :meth:`fanin.Relay.release` and the next pull wait for readers.
     """
 
     network: str | None = None
     trusted_network: bool = False
+    place: str | None = None
     lease: float = 1.0
 
 
 class Relay(Puller):
     """Pulls as a :class:`Client`, and hands on what it has pulled to others that want the same.
+
+    It also takes what it wants from relays that pull all tensors of the run whole.
 
     Of each part of a model one reader takes the bytes from the trainer. The others take them from
     any reader that has them. So a fleet has a step in about the time of one pull, and each byte
@@ -87,11 +96,12 @@ class Relay(Puller):
         client.log, client.log_cookie = log_target("client")
         config = initialised(_ffi.RelayConfig, self._library.fanin_relay_config_init)
         config.client = ctypes.pointer(client)
-        if options.network is not None:
-            serving = _serving(options)
-            server = filled(_ffi.ServerConfig, self._library.fanin_server_config_init, serving)
-            server.log, server.log_cookie = log_target("server")
-            config.server = ctypes.pointer(server)
+        if options.place is not None:
+            config.place = c_string(options.place, "place")
+        serving = _serving(options)
+        server = filled(_ffi.ServerConfig, self._library.fanin_server_config_init, serving)
+        server.log, server.log_cookie = log_target("server")
+        config.server = ctypes.pointer(server)
         handle, error = ctypes.c_void_p(), new_error()
         status = self._library.fanin_relay_create(
             ctypes.byref(config), array, len(array), ctypes.byref(handle), ctypes.byref(error)
@@ -121,21 +131,22 @@ class Relay(Puller):
         tensors' memory as long as it is lent.
 
         After an exception of a call that had begun nothing is handed on any more. The arguments and
-        what is raised are those of :meth:`Client.pull_into`.
+        what is raised are those of :meth:`Client.pull_into`. Others that hold all of it together
+        bring a *step* that the trainer has passed, without *verify*.
 
         Args:
             rank_progress: called without the ranks, as bytes come from relays too.
             verify: compare what landed with digests that the trainer's ranks make, also of
                 what relays brought.
 
-        Raises:
-            PeerError: the trainer forbids relays (``FANIN_ERR_UNSUPPORTED``).
         """
         packed, memory, options = self._filling(
             run, tensors, step, at_least, timeout, 0, dtype, stream, max_bytes, verify
         )
         function = self._library.fanin_relay_pull_into
         lent = (packed, memory)
+        if isinstance(packed, PackedTensors):
+            packed.touched()  # the library's relay knows no destination of a client's
 
         def into() -> tuple[Any, ...]:
             # Only here is it sure that no other call is under way. What is lent already stays so
@@ -200,6 +211,7 @@ class Relay(Puller):
         | ``late`` | units that came from another source than they were first asked of |
         | ``taken_over`` | units that another reader was to bring |
         | ``holders`` | other readers that want the same |
+        | ``forbidden`` | 1: the trainer forbids relays, so nothing is handed on |
 
         Raises:
             StateError: it is closed.
@@ -217,6 +229,10 @@ class Relay(Puller):
 
 def _serving(options: RelayOptions) -> ServerOptions:
     """How others reach this reader."""
+    alone: dict[str, Any] = {"world_id": _NO_WORLD, "rank": 0, "world_size": 1}
+    alone["lease"] = options.lease
+    if options.network is None:
+        return ServerOptions(**alone, **{name: getattr(options, name) for name in _HERE})
     try:
         allowed = networks(options.network)
     except ValueError as error:
@@ -229,15 +245,11 @@ def _serving(options: RelayOptions) -> ServerOptions:
             f"which is not in the network {allowed}",
             "name the network of the fleet's hosts",
         )
-    same = {name: getattr(options, name) for name in _SAME}
     return ServerOptions(
-        world_id=_NO_WORLD,
-        rank=0,
-        world_size=1,
         bind=own,
         allow=allowed,
         open=not options.trusted_network,
         trusted_network=options.trusted_network,
-        lease=options.lease,
-        **same,
+        **alone,
+        **{name: getattr(options, name) for name in (*_HERE, *_CERTIFICATE)},
     )

@@ -33,7 +33,6 @@ from .errors import ProcessError, RequestError, StateError
 if TYPE_CHECKING:
     from ._metrics_page import MetricsPage
 
-__all__ = ["Server", "ServerStats", "Stream", "publication_of"]
 
 #: Counters since creation, and gauges, by the names of ``fanin_server_stats``: ``pulls_good``,
 #: ``commits``, ``leases``... Times are in nanoseconds (``drain_wait_ns_max``).
@@ -308,6 +307,7 @@ class Server(ClosableHandle):
         wait: bool = False,
         cast: str | None = None,
         stream: Stream | None = None,
+        deltas: int = 0,
     ) -> None:
         """Declares the publication's bytes to be those of *step* and lets readers in.
 
@@ -322,10 +322,16 @@ class Server(ClosableHandle):
             cast: with *snapshot*: F32 shards are published as ``"BF16"`` or ``"F16"``.
             stream: the CUDA stream that writes the weights: the commit takes effect when the work
                 that is on it now is done. None: everything is written already.
+            deltas: with *snapshot*: so many patches are kept, at most 16, each with what one step
+                has changed. Readers that ask for deltas (:meth:`fanin.Client.pull_into`) read them
+                instead of the whole. The copies must lie in host memory; of copies on CUDA devices
+                there are no patches. All patches together take at most an eighth of the copy's
+                bytes, and one that is larger is not made. They are made, by the copy's threads,
+                only while a reader is connected that has asked for deltas.
 
         Raises:
             NotFoundError, RequestError: no such publication; the step is not above the last one; a
-                cast without snapshot.
+                cast or *deltas* without snapshot; *deltas* above 16.
             StateError: no update is open, or the publication is paused; snapshot and reference
                 mixed; another thread's update, abort or removal came first.
             PullTimeoutError: 60 s passed.
@@ -339,6 +345,7 @@ class Server(ClosableHandle):
         )
         options.cast = dtype_code(cast, "cast")
         options.stream = c_stream(stream)
+        options.deltas = integer(deltas, "deltas", 32)
         self._call(
             self._library.fanin_server_commit,
             _c_publication(run),

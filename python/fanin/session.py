@@ -17,7 +17,6 @@ from .errors import FaninError, RequestError, StateError
 if TYPE_CHECKING:
     from .client import Client
 
-__all__ = ["PullSession"]
 
 _T = TypeVar("_T")
 

@@ -101,6 +101,7 @@ static void free_dead(struct control *c)
 static deadline next_due(const struct control *c)
 {
     deadline at = deadline_sooner(listeners_due(c), c->rest_until);
+    at = deadline_sooner(at, c->lists_due);
     return deadline_sooner(deadline_sooner(at, c->due), peer_log_due(c->server));
 }
 
@@ -127,12 +128,15 @@ static void tick(struct control *c)
         expire_sessions(c);
 }
 
-/* Sessions that wait for lists are looked at again, if any has changed. */
+/* Sessions that wait for lists are looked at again, if any has changed: all for many changes. */
 static void lists_look(struct control *c)
 {
-    if (!c->lists_changed)
-        return;
+    if (c->lists_changed)
+        c->lists_due = deadline_sooner(c->lists_due, news_due(c));
     c->lists_changed = false;
+    if (!deadline_passed(c->lists_due))
+        return;
+    c->lists_due = UINT64_MAX;
     for (session *s = c->sessions; s; s = s->next) {
         parked_stir(s);
         session_note_due(s);
@@ -184,7 +188,7 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
     if (!c)
         return error_set_memory(error);
     c->server = s;
-    c->due = c->rest_until = UINT64_MAX;
+    c->due = c->rest_until = c->lists_due = UINT64_MAX;
     c->lists_floor = 1; /* 0 is the version of who knows none */
     c->epoll = epoll_create1(EPOLL_CLOEXEC);
     fanin_status status;

@@ -6,7 +6,9 @@
  */
 #include "control/relays.h"
 #include "array.h"
+#include "digest.h"
 #include "error_set.h"
+#include "place.h"
 #include "publish/filling.h"
 #include "publish/lease.h"
 #include "publish/publication.h"
@@ -44,7 +46,7 @@ static bool answer(session *s, const parked *q, bool is_over)
                                  : answer_holders(s, q, is_over);
 }
 
-static void give_back(session *s, const parked *q)
+static void release_list(session *s, const parked *q)
 {
     if (q->list)
         list_leave(s->control, q->list);
@@ -52,7 +54,7 @@ static void give_back(session *s, const parked *q)
 
 /* ------------------------------------------------------------------- places */
 
-static void take_place(session *s, const parked *q)
+static void park_request(session *s, const parked *q)
 {
     fanin_server *server = s->control->server;
     relay_part *r = s->relays;
@@ -67,17 +69,17 @@ static void take_place(session *s, const parked *q)
         server->listeners++;
         pthread_mutex_unlock(&server->lock);
     }
-    parked_stir(s); /* for news that are put off, or came before anybody listened */
 }
 
-static void leave_place(session *s, parked *place)
+static void unpark_request(session *s, parked *place)
 {
     fanin_server *server = s->control->server;
     relay_part *r = s->relays;
     bool listens = place->type == MSG_LANDED;
-    give_back(s, place);
+    release_list(s, place);
     place->type = 0;
     r->n_parked--;
+    r->stirred = r->stirred && r->n_parked > 0;
     r->n_landed -= listens;
     if (!listens)
         return;
@@ -92,7 +94,7 @@ void relay_part_free(session *s)
         return;
     for (size_t i = 0; i < SESSION_PARKED; i++)
         if (s->relays->parked[i].type)
-            leave_place(s, &s->relays->parked[i]);
+            unpark_request(s, &s->relays->parked[i]);
     offers_withdraw(s);
     free(s->relays);
     s->relays = NULL;
@@ -100,30 +102,39 @@ void relay_part_free(session *s)
 
 /* --------------------------------------------------------------------- news */
 
-/* Of all sessions at the same moments, so that the thread looks for them at once. */
-static deadline next_news(void)
+/* To tell all costs the thread its time: many sessions hear seldom, and at the same moments, so
+   that it looks for them at once. Few hear at once, for who passes on gigabytes in milliseconds
+   waits for nothing else. */
+deadline news_due(const struct control *c)
 {
-    const uint64_t every = (uint64_t)NEWS_EVERY_MS * 1000000;
-    return (clock_ns() / every + 1) * every;
+    fanin_server *server = c->server;
+    pthread_mutex_lock(&server->lock);
+    uint64_t ms = server->control_sessions / NEWS_SESSIONS;
+    pthread_mutex_unlock(&server->lock);
+    uint64_t every = (ms < NEWS_MOST_MS ? ms : NEWS_MOST_MS) * 1000000;
+    return every > 0 ? (clock_ns() / every + 1) * every : 0;
 }
 
 /* News that come soon after others wait until more of them are together. */
-static void park_or_answer(session *s, const parked *q)
+static void answer_or_park(session *s, const parked *q)
 {
     relay_part *r = s->relays;
-    bool is_over = deadline_passed(q->at);
-    if (is_over || deadline_passed(r->quiet_until)) {
+    bool is_over = deadline_passed(q->at), may_hear = deadline_passed(r->quiet_until);
+    if (is_over || may_hear) {
         if (answer(s, q, is_over)) {
-            r->quiet_until = next_news();
-            give_back(s, q);
+            r->quiet_until = news_due(s->control);
+            release_list(s, q);
             return;
         }
     }
     if (r->n_parked < SESSION_PARKED) {
-        take_place(s, q);
+        park_request(s, q);
+        /* For news that are put off, or came before anybody listened. Lists are this thread's. */
+        if (!may_hear || q->type == MSG_LANDED)
+            parked_stir(s);
         return;
     }
-    give_back(s, q);
+    release_list(s, q);
     fanin_error error = FANIN_ERROR_INIT;
     error_set(&error, FANIN_ERR_LIMIT, NULL,
               "a session may have %d parked requests for relays", SESSION_PARKED);
@@ -145,8 +156,8 @@ static bool tell_news(session *s)
         parked *q = &r->parked[i];
         if (!q->type || !answer(s, q, false))
             continue;
-        leave_place(s, q);
-        r->quiet_until = next_news();
+        unpark_request(s, q);
+        r->quiet_until = news_due(s->control);
         return true; /* the others have theirs next time */
     }
     r->stirred = false;
@@ -163,7 +174,7 @@ bool parked_look(session *s)
         if (!q->type || !deadline_passed(q->at))
             continue;
         says = answer(s, q, true) || says;
-        leave_place(s, q);
+        unpark_request(s, q);
     }
     return says;
 }
@@ -187,7 +198,7 @@ void parked_cancel(session *s)
         if (!q->type)
             continue;
         reply_fault(s, q->request, FANIN_ERR_CLOSED, SHUTTING_DOWN);
-        leave_place(s, q);
+        unpark_request(s, q);
     }
 }
 
@@ -243,16 +254,25 @@ fanin_status handle_landed(session *s, uint64_t request, body *in)
                 .at = deadline_in_ms(m.timeout_ms)};
     memcpy(q.token, m.token, sizeof q.token);
     if (relay_part_of(s, request))
-        park_or_answer(s, &q);
+        answer_or_park(s, &q);
     return FANIN_OK;
 }
+
+#define RUNS 64 /* pieces that an answer is put together of */
 
 typedef struct member {
     const session *of;
     holder_entry entry;
 } member;
 
-/** Version first + i + 1 is that of changes[i]. */
+/** Where one of a list's changes ends in `encoded`. */
+typedef struct change {
+    size_t end[2];
+    uint64_t host; /**< host_number() */
+} change;
+
+/** Version first + i + 1 is that of change i. It is encoded once, as all that wait hear the same:
+    [false] without its host, which those of that host alone hear. */
 struct holder_list {
     struct holder_list *next;
     char publication[PUBLICATION_NAME_SIZE];
@@ -260,9 +280,11 @@ struct holder_list {
     uint8_t holding[16];
     unsigned waiting; /**< parked requests, and calls at work */
     member *members;
-    holder_entry *changes;
+    buffer encoded[2];
+    change *changes;
     size_t n_members, n_changes, members_room, changes_room;
     uint64_t first;
+    bool is_cut; /**< its changes are not just how its members have joined */
 };
 
 /* -------------------------------------------------------------------- lists */
@@ -301,26 +323,63 @@ static void list_leave(struct control *c, holder_list *l)
         c->lists_floor = l->first + l->n_changes;
     free(l->members);
     free(l->changes);
+    buffer_free(&l->encoded[false]);
+    buffer_free(&l->encoded[true]);
     free(l);
+}
+
+/* Equal hosts have equal numbers; 0 is no host. */
+static uint64_t host_number(const char *host)
+{
+    return host[0] ? checksum_of(host, strlen(host)) | 1 : 0;
+}
+
+static size_t start_of(const holder_list *l, size_t i, bool with_host)
+{
+    return i > 0 ? l->changes[i - 1].end[with_host] : 0;
+}
+
+static void forget_changes(holder_list *l, size_t n)
+{
+    l->n_changes -= n;
+    l->first += n;
+    for (int k = 0; k < 2; k++) {
+        buffer *b = &l->encoded[k];
+        size_t start = start_of(l, n, k);
+        b->size -= start;
+        memmove(b->data, b->data + start, b->size);
+        for (size_t i = n; i < n + l->n_changes; i++)
+            l->changes[i].end[k] -= start;
+    }
+    memmove(l->changes, l->changes + n, l->n_changes * sizeof *l->changes);
+    l->is_cut = true;
 }
 
 /* Who knows less than what is still there gets the whole list. Without memory all do. */
 static void note(struct control *c, holder_list *l, const holder_entry *e, bool left)
 {
-    size_t most = 2 * l->n_members + 64;
-    if (l->n_changes > most) {
-        size_t old = l->n_changes / 2;
-        l->n_changes -= old;
-        l->first += old;
-        memmove(l->changes, l->changes + old, l->n_changes * sizeof *l->changes);
+    holder_entry told = *e;
+    told.left = left;
+    if (left) /* what says who it was is enough */
+        told.host[0] = told.place[0] = '\0';
+    change now = {.host = host_number(told.host)};
+    if (l->n_changes > 2 * l->n_members + 64)
+        forget_changes(l, l->n_changes / 2);
+    for (int k = 1; k >= 0; k--) {
+        encode_holder_entry(&l->encoded[k], &told);
+        now.end[k] = l->encoded[k].size;
+        told.host[0] = '\0';
     }
-    if (array_reserve(&l->changes, &l->changes_room, l->n_changes + 1,
+    if (!l->encoded[false].failed && !l->encoded[true].failed &&
+        array_reserve(&l->changes, &l->changes_room, l->n_changes + 1,
                       sizeof *l->changes)) {
-        l->changes[l->n_changes] = *e;
-        l->changes[l->n_changes++].left = left;
+        l->changes[l->n_changes++] = now;
     } else {
         l->first += l->n_changes + 1;
         l->n_changes = 0;
+        buffer_free(&l->encoded[false]);
+        buffer_free(&l->encoded[true]);
+        l->is_cut = true;
     }
     c->lists_changed = true;
 }
@@ -345,12 +404,13 @@ static bool join(session *s, holder_list *l, const holder_entry *e)
 }
 
 /* A session that has connected anew may be in the list beside the one before. */
-static void part_from_list(session *s, holder_list *l)
+static void remove_member(session *s, holder_list *l)
 {
     size_t i = 0;
     while (l->members[i].of != s)
         i++;
     const holder_entry gone = l->members[i].entry;
+    l->is_cut = true;
     l->members[i] = l->members[--l->n_members];
     if (!is_in(l, &gone))
         note(s->control, l, &gone, true);
@@ -375,8 +435,8 @@ static uint64_t grown(uint64_t before, uint64_t now)
 }
 
 /* The first offer of a session tells what was counted before it, too. Units are of a step. */
-static void count_listed(fanin_server *server, const msg_offer *before,
-                         const msg_offer *now)
+static void add_offer_stats(fanin_server *server, const msg_offer *before,
+                            const msg_offer *now)
 {
     const msg_offer none = {0}, *of_step = before->step == now->step ? before : &none;
     fanin_server_stats *s = &server->stats;
@@ -399,9 +459,22 @@ static void count_offers(session *s, int more)
     pthread_mutex_unlock(&server->lock);
 }
 
+/* Who offers something else now waits for no news of those who hold that. */
+static void end_parked(session *s, const char *publication, uint64_t step)
+{
+    for (size_t i = 0; i < SESSION_PARKED; i++) {
+        parked *q = &s->relays->parked[i];
+        if (q->type != MSG_HOLDERS || q->list->step != step ||
+            strcmp(q->list->publication, publication) != 0)
+            continue;
+        (void)answer_holders(s, q, true);
+        unpark_request(s, q);
+    }
+}
+
 static void withdraw(session *s, offer *o)
 {
-    part_from_list(s, o->list);
+    remove_member(s, o->list);
     o->list = NULL;
     count_offers(s, -1);
 }
@@ -479,6 +552,14 @@ static void forbid(const fanin_server *server, fanin_error *error)
                   "the trainer forbids readers to hand on its weights");
 }
 
+/* It is wrong, whoever holds it. */
+static void refuse_taken_back(const char *publication, uint64_t step,
+                              fanin_error *error)
+{
+    error_set(error, FANIN_ERR_STALE, NULL, "step %" PRIu64 " of %s was taken back",
+              step, publication);
+}
+
 /* Lock held. */
 static void check_offer(const fanin_server *server, const msg_offer *m,
                         fanin_error *error)
@@ -490,8 +571,12 @@ static void check_offer(const fanin_server *server, const msg_offer *m,
         error_set(error, FANIN_ERR_STALE, NULL,
                   "step %" PRIu64 " of %s has not been committed here", m->step,
                   m->publication);
+    else if (publication_has_taken_back(p, m->step))
+        refuse_taken_back(m->publication, m->step, error);
     else if (m->port == 0)
         error_set(error, FANIN_ERR_ARGUMENT, NULL, "an offer has a port");
+    else if (!place_valid(m->place))
+        error_set(error, FANIN_ERR_ARGUMENT, NULL, "an offer's place is " PLACE_FORM);
 }
 
 fanin_status handle_offer(session *s, uint64_t request, body *in)
@@ -517,8 +602,10 @@ fanin_status handle_offer(session *s, uint64_t request, body *in)
         return FANIN_OK;
     offer *before = find_offer(r, m.publication);
     if (before && !m.gone)
-        count_listed(server, &before->m, &m);
+        add_offer_stats(server, &before->m, &m);
     bool same = before && !m.gone && is_same_offer(&before->m, &m);
+    bool ends = before && !same;
+    uint64_t step = ends ? before->m.step : 0;
     if (same)
         before->m = m;
     else if (before)
@@ -528,25 +615,61 @@ fanin_status handle_offer(session *s, uint64_t request, body *in)
     reply_error(s, request, &error);
     if (error.status == FANIN_OK)
         encode_empty(&s->out.bytes, request, MSG_OFFER_OK);
+    if (ends)
+        end_parked(s, m.publication, step);
     return FANIN_OK;
 }
 
 /* ------------------------------------------------------------------ holders */
 
+/* The host that the session has named; 0: it may be any. */
+static uint64_t host_of(session *s, const holder_list *l)
+{
+    const offer *o = find_offer(s->relays, l->publication);
+    return o ? host_number(o->m.host) : 0;
+}
+
 static void tell_all(session *s, uint64_t request, const holder_list *l,
                      msg_holders_ok *m)
 {
+    uint64_t host = host_of(s, l);
     m->entries = calloc(l->n_members + 1, sizeof *m->entries);
     if (!m->entries) {
         reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
         return;
     }
     m->all = true;
-    for (size_t i = 0; i < l->n_members; i++)
+    for (size_t i = 0; i < l->n_members; i++) {
         m->entries[i] = l->members[i].entry;
+        if (host && host_number(m->entries[i].host) != host)
+            m->entries[i].host[0] = '\0';
+    }
     m->n_entries = (uint32_t)l->n_members;
     encode_holders_ok(&s->out.bytes, request, m);
     holders_free(m);
+}
+
+/* Changes from @p from on, with the hosts that are the session's; if these are too many, with all
+   of the rest. */
+static void tell_changes(session *s, uint64_t request, const holder_list *l,
+                         size_t from, msg_holders_ok m)
+{
+    bytes_view runs[RUNS];
+    uint64_t host = host_of(s, l);
+    size_t i = from, end;
+    for (m.n_encoded = 0; i < l->n_changes; i = end) {
+        bool all = !host || m.n_encoded == RUNS - 1;
+        bool with = all || l->changes[i].host == host;
+        end = i + 1;
+        while (end < l->n_changes && (all || with == (l->changes[end].host == host)))
+            end++;
+        size_t start = start_of(l, i, with);
+        runs[m.n_encoded++] = (bytes_view){l->encoded[with].data + start,
+                                           l->changes[end - 1].end[with] - start};
+    }
+    m.n_entries = (uint32_t)(l->n_changes - from);
+    m.encoded = runs;
+    encode_holders_ok(&s->out.bytes, request, &m);
 }
 
 static bool answer_holders(session *s, const parked *q, bool is_over)
@@ -556,13 +679,12 @@ static bool answer_holders(session *s, const parked *q, bool is_over)
     msg_holders_ok m = {.version = now};
     if (known == now && !is_over)
         return false;
-    if (known < l->first || known > now || now - known > LIMIT_HOLDERS) {
+    m.all = known < l->first || known > now || now - known > LIMIT_HOLDERS;
+    if (m.all && l->is_cut) {
         tell_all(s, q->request, l, &m);
         return true;
     }
-    m.entries = l->changes + (known - l->first);
-    m.n_entries = (uint32_t)(now - known);
-    encode_holders_ok(&s->out.bytes, q->request, &m);
+    tell_changes(s, q->request, l, m.all ? 0 : (size_t)(known - l->first), m);
     return true;
 }
 
@@ -573,7 +695,13 @@ fanin_status handle_holders(session *s, uint64_t request, body *in)
     fanin_status status = decode_holders(in, &m);
     if (status != FANIN_OK)
         return status;
-    forbid(s->control->server, &error);
+    fanin_server *server = s->control->server;
+    forbid(server, &error);
+    pthread_mutex_lock(&server->lock);
+    const publication *p = find_present(server, m.publication);
+    if (p && publication_has_taken_back(p, m.step))
+        refuse_taken_back(m.publication, m.step, &error);
+    pthread_mutex_unlock(&server->lock);
     reply_error(s, request, &error);
     if (error.status != FANIN_OK || !relay_part_of(s, request))
         return FANIN_OK;
@@ -583,7 +711,7 @@ fanin_status handle_holders(session *s, uint64_t request, body *in)
                 .at = deadline_in_ms(m.timeout_ms),
                 .list = list_enter(s->control, m.publication, m.step, m.holding)};
     if (q.list)
-        park_or_answer(s, &q);
+        answer_or_park(s, &q);
     else
         reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
     return FANIN_OK;

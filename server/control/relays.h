@@ -12,7 +12,9 @@
 
 #define SESSION_PARKED 16 /**< requests (PROTOCOL.md, "Limits") */
 #define SESSION_OFFERS 16 /**< of as many publications */
-#define NEWS_EVERY_MS 20  /**< a session is told news at most once in so long */
+/** A session is told news at most once in a millisecond for so many that there are, and in ... */
+#define NEWS_SESSIONS 8
+#define NEWS_MOST_MS 20
 
 typedef struct parked {
     message_type type; /**< MSG_LANDED or MSG_HOLDERS; 0: this place is free */
@@ -43,6 +45,8 @@ size_t relay_part_memory(const session *s);
 /** With the session. */
 void relay_part_free(session *s);
 
+/** When who has just heard news may hear more; 0: at once. */
+deadline news_due(const struct control *c);
 /** There may be news for the session's parked requests. */
 void parked_stir(session *s);
 /** Whether a change of a publication may be news for it. */

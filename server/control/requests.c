@@ -29,6 +29,7 @@ static void fill_entry(const session *s, msg_list_entry *e, const publication *p
     e->epoch = p->epoch;
     e->state = state_for(s, p->state);
     e->state_age_ms = age_ms(p->entered_at);
+    e->taken_back = publication_last_taken_back(p);
     if (p->has_step)
         e->commit_age_ms = age_ms(p->committed_at);
     if (!p->catalog)

@@ -134,6 +134,7 @@ static void leave(session *s)
         mappers_drop(&server->registrar, s->reader);
     pthread_mutex_lock(&server->lock);
     server->listeners -= s->n_waits + s->n_watches;
+    server->delta_sessions -= s->wants_deltas;
     if (s->reader) {
         has_data = s->reader->n_data > 0;
         count_session(server, s->from, -1);

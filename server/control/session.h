@@ -10,6 +10,7 @@
 #include "socket.h"
 #include "tls.h"
 #include "publish/lease.h"
+#include "publish/patches.h"
 #include "publish/publication.h"
 
 /* Caps of one control session (PROTOCOL.md, "Limits"). */
@@ -26,6 +27,7 @@ typedef struct publication_view {
     uint64_t step, catalog_version, stable_ns;
     uint8_t key_digest[DIGEST_SIZE];
     char reason[REASON_SIZE];
+    patch_offers patches;
     uint64_t changes;
     state_change history[HISTORY];
 } publication_view;
@@ -88,8 +90,9 @@ typedef struct session {
     outgoing out;
     size_t memory;
     bool shut;
-    peer_turn turn; /**< it rests while it waits for one: rest.h */
-    reader *reader; /**< once open */
+    bool wants_deltas; /**< it has asked for patches; counted by the server */
+    peer_turn turn;    /**< it rests while it waits for one: rest.h */
+    reader *reader;    /**< once open */
     unsigned n_waits, n_watches;
     parked_wait waits[SESSION_WAITS];
     watch watches[SESSION_WATCHES];
@@ -134,6 +137,8 @@ struct control {
     holder_list *lists;    /**< of who holds the same (relays.c) */
     uint64_t lists_floor;  /**< no list that has gone had a greater version */
     bool lists_changed;
+    deadline
+        lists_due; /**< when they are told that wait for lists; UINT64_MAX: none changed */
     changes changes; /**< what waits and watches are being answered by */
 };
 

@@ -26,6 +26,7 @@ static void view_take(const publication *p, publication_view *out)
         return;
     out->catalog_version = p->catalog->version;
     memcpy(out->key_digest, p->catalog->key_digest.bytes, sizeof out->key_digest);
+    patches_tell(p, &out->patches);
 }
 
 bool changes_take(fanin_server *s, changes *out)
@@ -71,10 +72,11 @@ static bool ends_wait(const publication_view *v, const msg_wait *w)
 }
 
 /* Of a wait that ends. */
-static void answer_wait(session *s, uint64_t request, const publication_view *v,
-                        const msg_begin_ok *lease)
+static void answer_wait(session *s, uint64_t request, const msg_wait *w,
+                        const publication_view *v, const msg_begin_ok *lease)
 {
     fanin_error error = FANIN_ERROR_INIT;
+    uint8_t patches[PATCH_OFFERS_BYTES];
     if (v->is_away) {
         describe_paused(v->name, v->reason, &error);
         reply_error(s, request, &error);
@@ -89,6 +91,8 @@ static void answer_wait(session *s, uint64_t request, const publication_view *v,
         m.lease_ms = lease->lease_ms;
         m.first_region = lease->first_region;
     }
+    if (w->deltas && v->patches.generation != 0)
+        m.patches = (bytes_view){patches, patch_offers_encode(&v->patches, patches)};
     encode_wait_ok(&s->out.bytes, request, &m);
 }
 
@@ -190,6 +194,8 @@ fanin_status handle_wait(session *s, uint64_t request, body *in)
     publication *p = find_present(server, m.publication);
     view_take(p, &now);
     bool ends = ends_wait(&now, &m);
+    server->delta_sessions += m.deltas && !s->wants_deltas;
+    s->wants_deltas = s->wants_deltas || m.deltas;
     if (ends) {
         begin_with(s, p, request, &m, &lease);
     } else {
@@ -199,7 +205,7 @@ fanin_status handle_wait(session *s, uint64_t request, body *in)
     }
     pthread_mutex_unlock(&server->lock);
     if (ends)
-        answer_wait(s, request, &now, &lease);
+        answer_wait(s, request, &m, &now, &lease);
     reply_error(s, request, &error);
     return FANIN_OK;
 }
@@ -253,7 +259,7 @@ void waits_expire(session *s)
             describe_timeout(server, &w->wait, &error);
         pthread_mutex_unlock(&server->lock);
         if (ends)
-            answer_wait(s, w->request, &now, &no_lease);
+            answer_wait(s, w->request, &w->wait, &now, &no_lease);
         reply_error(s, w->request, &error);
     }
 }
@@ -329,7 +335,7 @@ static unsigned end_waits(session *s, const changes *c)
             w->used ? changes_find(c, w->wait.publication) : NULL;
         if (!v || !ends_wait(v, &w->wait))
             continue;
-        answer_wait(s, w->request, v, &no_lease);
+        answer_wait(s, w->request, &w->wait, v, &no_lease);
         unpark(s, w);
         ended++;
     }

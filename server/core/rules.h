@@ -24,6 +24,9 @@ enum {
     RULE_ARENA_WAIT =
         1 << 12, /**< a commit waits for leases of the arena that it fills */
     RULE_ARENA_DEADLINE = 1 << 13, /**< ... at most the lease time from its call */
+    /* Patches: */
+    RULE_PATCH_BASE = 1 << 14,     /**< made from the published arena */
+    RULE_PATCH_ANNOUNCE = 1 << 15, /**< seen together with the step, not before */
 };
 
 #ifdef FANIN_TEST_HOOKS

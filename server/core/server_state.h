@@ -53,9 +53,9 @@ struct fanin_server {
     uint32_t own_share_ms, stranger_share_ms; /**< of a minute (publish/lease.h) */
     bool is_nice; /**< its threads have the value nice; false: that of their creator */
     int nice;
-    bool sessions_limited; /**< ... by the limit of open files */
-    uint64_t max_memory;
-    socket_address address; /**< that it listens on, with the port */
+    bool sessions_limited;                     /**< ... by the limit of open files */
+    uint64_t max_memory, max_bytes_per_second; /**< 0: no limit (stream/limit.h) */
+    socket_address address;                    /**< that it listens on, with the port */
     uint16_t port;
     bool has_unix; /**< its own user comes by a socket of its own */
     network *allow;
@@ -95,6 +95,7 @@ struct fanin_server {
     unsigned control_sessions, network_sessions; /**< all, and not of the own user */
     unsigned listeners; /**< parked waits and watches: whether a change wakes anybody */
     bool is_woken; /**< for changes that the control thread has not looked at yet */
+    unsigned delta_sessions; /**< that have asked for patches */
     unsigned n_leases;
     bucket strangers_held_up; /**< what all strangers have had of their shares */
     held_up_note held_up;

@@ -7,6 +7,7 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/lease.h"
+#include "publish/patches.h"
 #include "shards/arena.h"
 #include "versioned.h"
 
@@ -49,6 +50,11 @@ static fanin_status read_options(const fanin_commit_options *given,
         return bad_option(error, "the commit options have an unknown flag", NULL);
     if (out->cast != 0 && !(out->flags & FANIN_COMMIT_SNAPSHOT))
         return bad_option(error, "a commit by reference cannot cast",
+                          "give FANIN_COMMIT_SNAPSHOT as well");
+    if (out->deltas > PATCHES_MOST)
+        return bad_option(error, "at most 16 deltas are kept", NULL);
+    if (out->deltas != 0 && !(out->flags & FANIN_COMMIT_SNAPSHOT))
+        return bad_option(error, "a commit by reference has no deltas",
                           "give FANIN_COMMIT_SNAPSHOT as well");
     if (out->cast != 0 && convert_between(FANIN_DTYPE_F32, out->cast) <= 0)
         return bad_option(error, "F32 shards can be cast to BF16 or F16 only", NULL);
@@ -381,11 +387,12 @@ static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *er
     return commit_has_failed(c) ? device_failed(c, error) : FANIN_OK;
 }
 
-static fanin_status copy_host(const fanin_server *s, const commit *c,
-                              fanin_error *error)
+static fanin_status copy_host(fanin_server *s, commit *c, fanin_error *error)
 {
     uint64_t bad;
-    arena_copy_host(c->catalog->plan, c->arena, &bad);
+    patch_maker *patch = patches_begin(s, c);
+    arena_copy_host(c->catalog->plan, c->arena, patch, &bad);
+    patches_make(s, c, patch, bad == 0);
     if (bad == 0)
         return FANIN_OK;
     shard_unreadable(shard_set_holder(&c->of->shards, bad), s->rank, error);
@@ -401,6 +408,8 @@ static fanin_status copy(fanin_server *s, const request *q, commit *c,
     const arena_plan *plan = c->catalog->plan;
     bool host = plan->n_batches > 0;
     ON_FILL();
+    if (!host)
+        patches_make(s, c, patches_begin(s, c), false); /* tells why there is none */
     fanin_status status = queue_copies(q, c, plan, error);
     if (status == FANIN_OK && q->stream && host)
         status = expect_caller(q, c, error);
@@ -511,6 +520,7 @@ fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_
                   .mode =
                       o.flags & FANIN_COMMIT_SNAPSHOT ? MODE_SNAPSHOT : MODE_REFERENCE,
                   .cast = o.cast,
+                  .deltas = o.deltas,
                   .on_stream = o.stream.handle != NULL},
         .wait = o.flags & FANIN_COMMIT_WAIT,
         .stream = o.stream.handle ? &o.stream : NULL,

@@ -21,7 +21,8 @@ typedef struct commit_terms {
     publication_mode mode;
     fanin_dtype cast;
     bool on_stream;
-    bool fills; /**< readers get boxes as they are proven (filling.h) */
+    bool fills;      /**< readers get boxes as they are proven (filling.h) */
+    uint32_t deltas; /**< patches to keep (patches.h) */
 } commit_terms;
 
 typedef enum commit_outcome {
@@ -56,6 +57,8 @@ struct commit {
         *catalog; /**< that takes effect, with a reference; NULL: not built yet */
     uint64_t generation;
     unsigned arena;
+    bool wants_patch;
+    struct patch *patch;   /**< that leads to it, until it takes effect */
     const char *why;       /**< it was withdrawn */
     commit *next, *untold; /**< of the server's lists */
 };

@@ -76,31 +76,35 @@ static bool add_proof(proofs *f, size_t known, uint32_t box)
 }
 
 static fanin_status prove(fanin_server *s, publication *p, uint64_t step,
-                          uint32_t first, uint32_t count, fanin_error *error)
+                          const landed_range *ranges, size_t n, fanin_error *error)
 {
     proofs *f = &p->proofs;
     size_t known = f->n_log;
-    fanin_status status = check(p, step, (uint64_t)first + count, error);
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < n && status == FANIN_OK; i++)
+        status = check(p, step, (uint64_t)ranges[i].first + ranges[i].count, error);
     if (status != FANIN_OK)
         return status;
     if (!f->bits)
         f->bits = calloc((size_t)(p->catalog->n_boxes + 7) / 8, 1);
     bool good = f->bits;
-    for (uint32_t i = 0; good && i < count; i++)
-        good = add_proof(f, known, first + i);
+    for (size_t i = 0; i < n; i++) {
+        for (uint32_t j = 0; good && j < ranges[i].count; j++)
+            good = add_proof(f, known, ranges[i].first + j);
+    }
     publication_tell(s);
     return good ? FANIN_OK : error_set_memory(error);
 }
 
 fanin_status server_prove(fanin_server *s, const char *name, uint64_t step,
-                          uint32_t first, uint32_t count, fanin_error *error)
+                          const landed_range *ranges, size_t n, fanin_error *error)
 {
     fanin_status status = publication_call_check(s, name, error);
-    if (status != FANIN_OK || count == 0)
+    if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&s->lock);
     publication *p = publication_find(s, name);
-    status = p && p->present ? prove(s, p, step, first, count, error)
+    status = p && p->present ? prove(s, p, step, ranges, n, error)
                              : publication_absent("publish", name, error);
     pthread_mutex_unlock(&s->lock);
     return status;

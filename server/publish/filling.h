@@ -19,15 +19,15 @@ fanin_status server_fill(fanin_server *s, const char *name, uint64_t step,
                          fanin_error *error);
 
 /**
- * Boxes [first, first + count) of the box table are of @p step, for good until the next
- * begin_update. Tells those that wait for them. Any thread; one that proves boxes of a pull has
- * ended before the next fill, whose step may be the same.
+ * The boxes of @p ranges, by their numbers in the box table, are of @p step, for good until the
+ * next begin_update. Tells those that wait for them once. Any thread; one that proves boxes of a
+ * pull has ended before the next fill, whose step may be the same.
  *
  * FANIN_ERR_NOT_FOUND: no such publication; FANIN_ERR_STALE: it does not fill, or is not at that
  * step (any more); FANIN_ERR_ARGUMENT: no such boxes; FANIN_ERR_MEMORY.
  */
 fanin_status server_prove(fanin_server *s, const char *name, uint64_t step,
-                          uint32_t first, uint32_t count, fanin_error *error);
+                          const landed_range *ranges, size_t n, fanin_error *error);
 
 /* All with the lock held, for an epoch that stands. */
 

@@ -8,6 +8,7 @@
 #include "publish/commit.h"
 #include "publish/filling.h"
 #include "publish/lease.h"
+#include "publish/patches.h"
 #include "publish/publication.h"
 #include "shards/arena.h"
 #include "thread.h"
@@ -183,6 +184,7 @@ static void take_effect(fanin_server *s, commit *c)
     p->committed_unix_ns = clock_unix_ns();
     p->bytes_left = 0;
     s->stats.commits++;
+    patches_take_effect(s, c);
     publication_reset_proofs(p, c->terms.fills);
     publication_take_effect(s, p, c->catalog, epoch);
     if (copy)
@@ -344,6 +346,8 @@ static commit *reap(fanin_server *s)
         *link = c->next;
         catalog_discard(s, c->catalog);
         c->catalog = NULL;
+        patches_discard(s, c->patch);
+        c->patch = NULL;
         c->next = done;
         done = c;
     }
@@ -396,6 +400,10 @@ void commit_destroy(fanin_server *s)
     garbage_join(s);
     if (!s->hub)
         return;
+    pthread_mutex_lock(&s->lock);
+    for (size_t i = 0; i < s->n_publications; i++)
+        patches_drop(s, s->publications[i]);
+    pthread_mutex_unlock(&s->lock);
     commit_tidy(s);
     /* Streams are still to come for these; what they copy is to be over. */
     deadline at = deadline_in_ms(COMMIT_WAIT_MS);

@@ -233,6 +233,22 @@ publication *publication_find(const fanin_server *s, const char *name)
     return found ? s->publications[at] : NULL;
 }
 
+/* Steps grow: what is below the oldest one that is remembered may be one that is forgotten. */
+bool publication_has_taken_back(const publication *p, uint64_t step)
+{
+    bool has = p->n_taken_back > TAKEN_BACK &&
+               step < p->taken_back[p->n_taken_back % TAKEN_BACK];
+    for (unsigned i = 0; i < TAKEN_BACK && i < p->n_taken_back; i++)
+        has = has || p->taken_back[i] == step;
+    return has;
+}
+
+uint64_t publication_last_taken_back(const publication *p)
+{
+    unsigned n = p->n_taken_back;
+    return n > 0 ? p->taken_back[(n - 1) % TAKEN_BACK] + 1 : 0;
+}
+
 publication *publication_look_up(fanin_server *s, const char *name)
 {
     pthread_mutex_lock(&s->lock);

@@ -23,6 +23,7 @@
 
 #define HISTORY 32 /**< state changes that a watcher may lag behind */
 #define STABLE_SAMPLES 8
+#define TAKEN_BACK 64
 #define REASON_SIZE 256  /**< of a pause, with its NUL */
 #define READING_EPOCHS 4 /**< more than can stand at a time */
 
@@ -68,7 +69,8 @@ struct publication {
     shard_set shards;       /**< guarded by writer */
     fanin_pair *pairs;      /**< guarded by writer; one allocation */
     size_t n_pairs;
-    uint64_t revision; /**< guarded by writer: grows whenever a new catalog is due */
+    uint64_t revision;    /**< guarded by writer: grows whenever a new catalog is due */
+    bool told_no_patches; /**< guarded by writer */
 
     /* Guarded by the server's lock. */
     bool present; /**< it is there; false: removed */
@@ -92,8 +94,13 @@ struct publication {
     commit *pending;     /**< that has not taken effect yet, with a reference */
     bool has_step;
     uint64_t step;
+    uint64_t taken_back[TAKEN_BACK]; /**< the last steps that were withdrawn */
+    unsigned n_taken_back;           /**< ever */
     shard_catalog
-        *catalog; /**< of the last commit, or NULL; changed under both locks */
+        *catalog;          /**< of the last commit, or NULL; changed under both locks */
+    struct patch *patches; /**< newest first (patches.h) */
+    uint32_t deltas;       /**< how many of them the last commit keeps */
+    bool had_deltas;       /**< ... or any one before has kept */
     proofs proofs;
     uint64_t n_shards; /**< for statistics */
     struct lease *oldest, *newest;
@@ -118,6 +125,11 @@ fanin_status publication_call_check(const fanin_server *server, const char *name
                                     fanin_error *error);
 /** Lock held. NULL: no such name was ever used. */
 publication *publication_find(const fanin_server *s, const char *name);
+/** Lock held. Whether @p step was published and then withdrawn, or is so old that nobody
+    remembers. */
+bool publication_has_taken_back(const publication *p, uint64_t step);
+/** Lock held. 1 and the last such step; 0: none. */
+uint64_t publication_last_taken_back(const publication *p);
 /** Takes the lock for it. */
 publication *publication_look_up(fanin_server *s, const char *name);
 /** Lock held. Finds or makes the object; *out may be absent (present false).

@@ -3,6 +3,7 @@
 #include "array.h"
 #include "error_set.h"
 #include "publish/commit.h"
+#include "publish/patches.h"
 #include "shards/registration.h"
 #include "text.h"
 
@@ -257,6 +258,7 @@ static shard_catalog *close_publication(fanin_server *s, publication *p)
     p->n_shards = 0;
     old = p->catalog;
     p->catalog = NULL;
+    patches_drop(s, p);
     publication_advance(s, p, STATE_UNPUBLISHED);
     return old;
 }

@@ -113,6 +113,8 @@ static fanin_status withdraw_shards(fanin_server *s, publication *p, fanin_error
         publication_has_copies(p))
         return error_set(error, FANIN_ERR_STATE, &place,
                          "no shards of %s are readable by reference", p->name);
+    if (p->state == STATE_STABLE)
+        p->taken_back[p->n_taken_back++ % TAKEN_BACK] = p->step;
     commit_withdraw(s, p, "its bytes were written outside of an update");
     publication_advance(s, p, STATE_UNPUBLISHED);
     return FANIN_OK;

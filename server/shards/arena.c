@@ -235,7 +235,7 @@ static bool plan_shards(const arena_set *a, const shard_set *shards, fanin_dtype
     return true;
 }
 
-/* Groups of entries of about as many bytes, for the threads. */
+/* Groups of entries of about as many bytes, for the threads. A patch's words are in one of them. */
 static bool cut_batches(arena_plan *plan)
 {
     plan->batches = calloc(plan->host.n + 1, sizeof *plan->batches);
@@ -243,11 +243,11 @@ static bool cut_batches(arena_plan *plan)
         return false;
     uint64_t bytes = 0;
     for (uint64_t i = 0; i < plan->host.n; i++) {
-        if (i == 0 || bytes >= BATCH_BYTES) {
+        const copy_entry *e = &plan->host.entries[i];
+        if (i == 0 || (bytes >= BATCH_BYTES && e->to % 2 == 0)) {
             plan->batches[plan->n_batches++].first = i;
             bytes = 0;
         }
-        const copy_entry *e = &plan->host.entries[i];
         bytes += (uint64_t)e->run * e->runs;
         plan->batches[plan->n_batches - 1].count++;
     }
@@ -351,22 +351,44 @@ uint64_t arena_distance(const arena_set *a, uint64_t address, const gpu_range **
 /* What the threads of one copy share. */
 typedef struct host_copy {
     const arena_plan *plan;
+    patch_maker *patch; /* NULL: none is made */
     uint64_t to;
     atomic_uint_fast64_t next;
     atomic_uint_fast64_t bad; /* an address that cannot be read; 0: none so far */
 } host_copy;
 
-static void copy_batches(host_copy *c, const guarded *through)
+typedef struct comparison {
+    const host_copy *of;
+    patch_finds *found;
+} comparison;
+
+static void see_copied(void *cookie, uint64_t to, const uint8_t *bytes, uint64_t length)
+{
+    const comparison *c = cookie;
+    patch_maker_compare(c->of->patch, c->found, to - c->of->to, bytes, length);
+}
+
+static void copy_batches(host_copy *c, const guarded *buffer)
 {
     const arena_plan *plan = c->plan;
+    comparison patch = {c, c->patch ? patch_finds_open(c->patch) : NULL};
+    guarded through = *buffer;
+    if (patch.found) {
+        through.seen = see_copied;
+        through.cookie = &patch;
+    }
     while (atomic_load(&c->bad) == 0) {
         uint64_t bad, i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
         if (i >= plan->n_batches)
             break;
         const arena_batch *b = &plan->batches[i];
-        if (!guarded_run(through, &plan->host.entries[b->first], b->count, c->to, &bad))
+        if (!guarded_run(&through, &plan->host.entries[b->first], b->count, c->to,
+                         &bad))
             atomic_store(&c->bad, bad);
+        if (patch.found)
+            patch_maker_keep(c->patch, patch.found);
     }
+    patch_finds_close(patch.found);
 }
 
 /* A thread that gets no buffer leaves its batches to the others. */
@@ -400,15 +422,28 @@ static unsigned threads_for(uint64_t bytes)
     return wanted < cpus ? wanted : cpus;
 }
 
-void arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad)
+static const arena_part *host_part(const arena_plan *plan)
 {
     const arena_part *part = plan->arenas->parts;
-    while (plan->n_batches > 0 && is_device(part->memory))
+    while (is_device(part->memory))
         part++;
+    return part;
+}
+
+patch_maker *arena_patch_maker(const arena_plan *plan, unsigned before, uint64_t most)
+{
+    const arena_part *part = host_part(plan);
+    return patch_maker_open(part->base[before], part->length, plan->n_batches, most);
+}
+
+void arena_copy_host(const arena_plan *plan, unsigned arena, patch_maker *patch,
+                     uint64_t *bad)
+{
     *bad = 0;
     if (plan->n_batches == 0)
         return;
-    host_copy c = {.plan = plan, .to = (uintptr_t)part->base[arena]};
+    const arena_part *part = host_part(plan);
+    host_copy c = {.plan = plan, .patch = patch, .to = (uintptr_t)part->base[arena]};
     atomic_init(&c.next, 0);
     pthread_t threads[THREADS_MOST];
     unsigned n = 0, wanted = threads_for(part->length);

@@ -13,6 +13,7 @@
 #include "clock.h"
 #include "copy_list.h"
 #include "gpu.h"
+#include "shards/patch_maker.h"
 #include "shards/shard.h"
 
 #include <stdatomic.h>
@@ -70,9 +71,14 @@ void arena_plan_free(arena_plan *plan, bool last);
 uint64_t arena_distance(const arena_set *arenas, uint64_t address,
                         const gpu_range **in_out);
 
-/** Copies the host's shards with a few threads. On return all is copied, or *@p bad is the address
-    of a byte that cannot be read (0: all can). Needs neither descriptors nor memory. */
-void arena_copy_host(const arena_plan *plan, unsigned arena, uint64_t *bad);
+/** Makes the patch from arena @p before to what arena_copy_host() copies, of at most @p most bytes;
+    the arenas have a part on the host alone. NULL: no memory. */
+patch_maker *arena_patch_maker(const arena_plan *plan, unsigned before, uint64_t most);
+/** Copies the host's shards with a few threads, and shows @p patch (NULL: nobody) what was copied.
+    On return all is copied, or *@p bad is the address of a byte that cannot be read (0: all can).
+    Needs neither descriptors nor memory. */
+void arena_copy_host(const arena_plan *plan, unsigned arena, patch_maker *patch,
+                     uint64_t *bad);
 /**
  * Queues the copies of one device part on its stream, behind what is on the caller's stream now;
  * @p after NULL: at once. Does not block.

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/shard_catalog.h"
 #include "error_set.h"
+#include "patch.h"
 #include "shards/arena.h"
 #include "shards/registration.h"
 
@@ -216,6 +217,28 @@ fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
     return FANIN_OK;
 }
 
+shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed, uint64_t first,
+                                      uint64_t second)
+{
+    shard_catalog *s = calloc(1, sizeof *s);
+    source_box *boxes = calloc(PATCH_BOXES + 1, sizeof *boxes);
+    if (!s || !boxes) {
+        free(s);
+        free(boxes);
+        return NULL;
+    }
+    boxes[0] = (source_box){packed, 0, VIEW_PACKED, 0};
+    boxes[1] = (source_box){packed + first, first, VIEW_PACKED, 0};
+    boxes[2].start = first + second;
+    atomic_init(&s->references, 1);
+    s->registrar = r;
+    s->n_boxes = PATCH_BOXES;
+    s->boxes = boxes;
+    s->bytes = first + second;
+    s->packed = packed;
+    return s;
+}
+
 /* Names are kept as they are sent. */
 static void name_of_box(const shard_catalog *s, uint64_t box, char *out, size_t room)
 {
@@ -279,6 +302,7 @@ void shard_catalog_free(shard_catalog *s)
     buffer_free(&s->keys_blob);
     buffer_free(&s->boxes_blob);
     catalog_parts_free(s->parts);
+    free(s->packed);
     free(s->boxes);
     free(s->views);
     free(s);

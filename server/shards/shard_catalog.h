@@ -49,6 +49,7 @@ typedef struct shard_catalog {
         The boxes are those of arena 0, see shard_catalog_box_first() for the other one */
     struct arena_plan *plan;
     uint32_t arena_regions;             /**< regions of one arena, 0: by reference */
+    uint8_t *packed;                    /**< of a patch: its boxes' memory; else NULL */
     struct shard_catalog *next_garbage; /**< guarded by the server's lock */
 } shard_catalog;
 
@@ -67,6 +68,11 @@ typedef struct catalog_contents {
 fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
                                  const shard_catalog *before, shard_catalog **out,
                                  fanin_error *error);
+
+/** Two boxes to serve bytes from, of @p first and @p second bytes, in @p packed, which is the
+    catalog's then; there are no tables of them. NULL: no memory. */
+shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed, uint64_t first,
+                                      uint64_t second);
 
 shard_catalog *shard_catalog_retain(shard_catalog *s);
 /** May take the registrar's lock and free arenas: not to be called under the server's lock. NULL

@@ -4,6 +4,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/filling.h"
+#include "stream/limit.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -14,7 +15,6 @@
 #define SLOW_EVERY_NS UINT64_C(60000000000)
 #define TELL_MS 1000
 #define DIGEST_MOST ((size_t)256 << 10) /* stays in a cache */
-#define SUM_ASIDE ((size_t)256 << 10)   /* bytes that are worth waking a thread */
 
 /* ------------------------------------------------------------------- life */
 
@@ -90,18 +90,28 @@ static bool is_counted(const stream_tools *t, const connection *c)
            peer_is_counted(t->server, c->from);
 }
 
-bool connection_may_go_on(const stream_tools *t, const connection *c)
-{
-    return !is_counted(t, c) ||
-           !(is_reading(c) ? peer_send_must_rest(t->server, c->from)
-                           : peer_must_rest(t->server, c->from));
-}
-
 /* Others were before it, or nothing is left. */
-static bool turn_is_over(const stream_tools *t, const connection *c)
+static bool share_is_used(const stream_tools *t, const connection *c, bool crowded)
 {
     return is_counted(t, c) &&
-           (t->crowded[is_reading(c)] || !connection_may_go_on(t, c));
+           (crowded || (is_reading(c) ? peer_send_must_rest(t->server, c->from)
+                                      : peer_must_rest(t->server, c->from)));
+}
+
+/* By the bytes a second of all that is sent. */
+static bool is_held_back(const stream_tools *t, const connection *c)
+{
+    return c->job.left > 0 && !c->digester.on && limit_is_reached(t->server);
+}
+
+bool connection_may_go_on(const stream_tools *t, const connection *c)
+{
+    return !share_is_used(t, c, false) && !is_held_back(t, c);
+}
+
+static bool turn_is_over(const stream_tools *t, const connection *c)
+{
+    return share_is_used(t, c, t->crowded[is_reading(c)]) || is_held_back(t, c);
 }
 
 /* ---------------------------------------------------------------- replies */
@@ -259,9 +269,12 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
         return refuse_for(t, c, f->request, &gone);
     const char *why = NULL;
     c->job.request = f->request;
-    status = job_set_ranges(&c->job, &m, &why);
+    status = job_set_ranges(t->server, &c->job, &m, &why);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
+    if (is_digest && c->job.is_patch)
+        return refuse_read(t, c, f->request, FANIN_ERR_ARGUMENT,
+                           "patches have no digests");
     if (c->job.fills && !has_come(t->server, &c->job, &m))
         return refuse_read(t, c, f->request, FANIN_ERR_STALE,
                            "the read names a box that has not come yet");
@@ -364,6 +377,7 @@ static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t by
     if (reading)
         publication_read_leave(s, j->of, j->epoch);
     s->stats.bytes_streamed += bytes;
+    s->stats.bytes_patches += j->is_patch ? bytes : 0;
     if (j->of)
         j->of->bytes_left += bytes;
     s->stats.bytes_tls += c->tls ? bytes : 0;
@@ -415,22 +429,18 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
 {
     gather *g = &t->gather;
     size_t queued = outgoing_left(&c->out);
-    bool aside = c->in.sealed && t->sums && g->bytes - queued >= SUM_ASIDE;
-    if (aside)
-        side_sum_begin(t->sums, c->sum, g, queued, g->bytes - queued);
     ssize_t n = tls_send(c->tls, c->fd, g->iov, g->n);
     int code = errno;
     *of_job = n > 0 ? account_sent(c, (size_t)n) : 0;
     /* What was sent is as it was: begin_update waits, or it is the stage's. */
-    if (aside)
-        side_sum_end(t->sums, *of_job);
-    else if (c->in.sealed)
+    if (c->in.sealed)
         gather_sum(g, queued, *of_job, c->sum);
     /* A short count may have another reason than a full socket: the next call says which. */
     bool full = n < 0 ? code == EAGAIN : tls_unsent(c->tls) > 0;
     bool is_short = n > 0 && (size_t)n < g->bytes;
     if (reading || *of_job > 0 || c->waiting)
         send_leave(t->server, c, reading, *of_job, full);
+    limit_charge(t->server, *of_job);
     if (n < 0 && code == EFAULT && !c->copies) {
         c->copies =
             true; /* what comes before the byte that cannot be read, and then it alone */
@@ -624,6 +634,14 @@ static void end_digest(stream_tools *t, connection *c)
     job_end(t->server, &c->job);
 }
 
+/* They were made, also of the last byte, while the epoch stood. */
+static void tell_digest(stream_tools *t, connection *c)
+{
+    kept_digests_add(t->server, t->kept, &c->job, c->digester.convert,
+                     c->digester.digests);
+    end_digest(t, c);
+}
+
 static progress lose_digest(stream_tools *t, connection *c)
 {
     if (t->stage)
@@ -672,18 +690,43 @@ static progress digest_staged(stream_tools *t, connection *c)
     drop_sent(t, &c->staged, bytes);
     job_advance(j, bytes);
     if (j->left == 0)
-        end_digest(t, c);
+        tell_digest(t, c);
+    return PROGRESS_MORE;
+}
+
+/* Whether it was made for somebody else, and nothing was read yet. */
+static bool is_digest_kept(const stream_tools *t, connection *c)
+{
+    digester *d = &c->digester;
+    return job_is_whole(&c->job) && !c->staged.first &&
+           kept_digests_find(t->kept, &c->job, d->convert, d->digests);
+}
+
+static progress repeat_digest(stream_tools *t, connection *c)
+{
+    if (!bracket_enter(t->server, c->job.of, c->job.epoch))
+        return lose_digest(t, c);
+    leave_read(t, c);
+    if (t->stage)
+        stage_leave(t->stage, c);
+    end_digest(t, c);
     return PROGRESS_MORE;
 }
 
 static progress digest_progress(stream_tools *t, connection *c)
 {
+    if (is_digest_kept(t, c))
+        return repeat_digest(t, c);
     if (c->job.is_staged)
         return digest_staged(t, c);
     if (!digest_some(t, c))
         return lose_digest(t, c);
-    if (c->digester.on && c->job.left == 0)
-        end_digest(t, c);
+    if (!c->digester.on)
+        return PROGRESS_MORE;
+    /* Others may ask for the same: what has begun ends first, and is found by them. */
+    if (c->job.left > 0)
+        return PROGRESS_FIRST;
+    tell_digest(t, c);
     return PROGRESS_MORE;
 }
 
@@ -738,9 +781,12 @@ static void tell_slow(const stream_tools *t, const connection *c)
 /* It waits until its peer may go on. */
 static progress rest(stream_tools *t, connection *c)
 {
-    if (is_reading(c) && !c->resting)
-        tell_slow(t, c);
-    atomic_fetch_add(&t->server->rests, !c->resting);
+    bool reads = is_reading(c);
+    if (!c->resting && share_is_used(t, c, t->crowded[reads])) {
+        if (reads)
+            tell_slow(t, c);
+        atomic_fetch_add(&t->server->rests, 1);
+    }
     c->resting = true;
     c->begun_at = UINT64_MAX; /* nobody looks for the rest of it */
     if (t->rest_until == UINT64_MAX)
@@ -760,8 +806,10 @@ progress connection_progress(stream_tools *t, connection *c)
 {
     /* With a secret there are none but of peers that have proven it. */
     bool counts = !c->from->is_own && !t->server->tls, reads = is_reading(c);
+    if (c->ended)
+        return PROGRESS_CLOSE;
     /* Of who rests the socket tells nothing: first there must be room in it. */
-    if (counts && must_rest(t, c))
+    if (must_rest(t, c))
         return c->can_write ? rest(t, c) : PROGRESS_WAIT;
     c->resting = false;
     uint64_t began = counts ? thread_cpu_ns() : 0;

@@ -5,20 +5,26 @@
 
 #include "digest.h"
 #include "guests/peer.h"
+#include "stream/kept_digests.h"
 #include "stream/stage.h"
 #include "stream/stream.h"
 #include "stream/stream_digest.h"
-#include "stream/stream_sum.h"
 
-/** PROGRESS_MORE: it can go on at once; PROGRESS_WAIT: not before epoll speaks of it. */
-typedef enum progress { PROGRESS_MORE, PROGRESS_WAIT, PROGRESS_CLOSE } progress;
+/** PROGRESS_MORE: it can go on at once, PROGRESS_FIRST: before others; PROGRESS_WAIT: not before
+    epoll speaks of it. */
+typedef enum progress {
+    PROGRESS_MORE,
+    PROGRESS_FIRST,
+    PROGRESS_WAIT,
+    PROGRESS_CLOSE,
+} progress;
 
 /** What the connections of a data thread share. */
 typedef struct stream_tools {
     fanin_server *server;
+    kept_digests *kept;  /**< of all data threads */
     read_entry *entries; /**< LIMIT_READ_ENTRIES */
     gather gather;
-    side_sum *sums;   /**< NULL: none, or no connection needed it yet */
     stage *stage;     /**< NULL until device memory is asked for */
     deadline tell_at; /**< when the log may hear again of memory that cannot be read */
     deadline rest_until; /**< when to look at those that rest; UINT64_MAX: none does */
@@ -38,7 +44,8 @@ typedef struct connection {
     bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
         resting; /**< it waits, with room in its socket: its peer has had its share of CPU
-                      time (guests/peer.h) */
+                      time (guests/peer.h), or all have had theirs of the network (limit.h) */
+    bool ended;     /**< its session is over: it has no other turn than to be closed */
     peer_turn turn; /**< of those that rest */
     bool waiting;   /**< its socket is full: counted in sends_waiting */
     bool
@@ -67,7 +74,7 @@ bool connection_account(fanin_server *s, connection *c);
 /** Gives back the chunks of a connection whose socket is full: what is in them is gathered again
     later. For others that wait for chunks. */
 void connection_return_chunks(stream_tools *t, connection *c);
-/** Whether its peer's shares leave it something, whoever else waits. */
+/** Whether its peer's shares and the limit leave it something, whoever else waits. */
 bool connection_may_go_on(const stream_tools *t, const connection *c);
 /** Takes one frame, or sends once: at most 1 MiB. Never blocks. */
 progress connection_progress(stream_tools *t, connection *c);

@@ -16,7 +16,6 @@
 #include <unistd.h>
 
 #define SOCKET_ROOM (512 << 10) /**< if it stays on this host; the kernel doubles it */
-#define BUSY_CPUS 2             /**< one for this thread, one for who reads */
 #define EVENTS 64
 #define EVENTS_WANTED (EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET)
 #define TURNS 64
@@ -40,11 +39,27 @@ typedef struct data_thread {
     connection *arriving; /**< guarded by lock */
 } data_thread;
 
+struct stream {
+    kept_digests *kept; /**< of all threads */
+    atomic_uint n;      /* the control thread adds to it, any thread looks */
+    data_thread *threads[];
+};
+
 /* ----------------------------------------------------------- connections */
 
 static queue *queue_of(data_thread *t, const connection *c)
 {
     return c->from->is_own ? &t->own : &t->others;
+}
+
+static void enqueue_first(data_thread *t, connection *c)
+{
+    queue *q = queue_of(t, c);
+    c->queued = true;
+    c->next_queued = q->first;
+    q->first = c;
+    if (!q->last)
+        q->last = c;
 }
 
 static void enqueue(data_thread *t, connection *c)
@@ -143,8 +158,6 @@ static void accept_handovers(data_thread *t)
         if (socket_stays_here(c->fd))
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         struct epoll_event event = {.events = EVENTS_WANTED, .data.ptr = c};
-        if (c->in.sealed && !t->tools.sums && usable_cpus() > BUSY_CPUS)
-            t->tools.sums = side_sum_create();
         bool good = connection_account(t->tools.server, c) &&
                     epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;
         c->next = t->connections;
@@ -189,7 +202,9 @@ static void take_turn(data_thread *t, connection *c)
     else if (!c->resting && c->turn.waits)
         turns_leave(&t->resting, &c->turn);
     listen_to(t, c);
-    if (result == PROGRESS_MORE)
+    if (result == PROGRESS_FIRST)
+        enqueue_first(t, c);
+    else if (result == PROGRESS_MORE)
         enqueue(t, c);
 }
 
@@ -259,7 +274,7 @@ static deadline sweep(data_thread *t)
     return soonest;
 }
 
-/* Connections end with their session: their next turn finds the socket shut. */
+/* Connections end with their session, also those that rest. */
 static void close_unowned(data_thread *t)
 {
     fanin_server *s = t->tools.server;
@@ -267,8 +282,7 @@ static void close_unowned(data_thread *t)
     for (connection *c = t->connections; c; c = c->next) {
         if (!c->reader->closed)
             continue;
-        shutdown(c->fd, SHUT_RDWR);
-        c->can_read = c->can_write = true;
+        c->ended = true;
         enqueue(t, c);
     }
     pthread_mutex_unlock(&s->lock);
@@ -358,6 +372,7 @@ static fanin_status data_thread_start(fanin_server *s, data_thread **out,
     if (!t)
         return error_set_memory(error);
     t->tools.server = s;
+    t->tools.kept = s->stream->kept;
     t->tools.need_stage = need_stage;
     t->tools.rest_until = UINT64_MAX;
     pthread_mutex_init(&t->lock, NULL);
@@ -398,7 +413,6 @@ static void data_thread_end(data_thread **thread)
     while (t->connections)
         connection_close(t, t->connections);
     stage_destroy(&t->tools.stage);
-    side_sum_destroy(&t->tools.sums);
     free_all(t);
 }
 
@@ -406,11 +420,6 @@ static void data_thread_end(data_thread **thread)
 
 #define CPUS_A_THREAD 4
 #define AUTOMATIC_MOST 4
-
-struct stream {
-    atomic_uint n; /* the control thread adds to it, any thread looks */
-    data_thread *threads[];
-};
 
 unsigned stream_threads_for(unsigned cpus, uint64_t max_memory)
 {
@@ -460,7 +469,9 @@ uint64_t stream_cpu_ns(const fanin_server *s)
 fanin_status stream_create(fanin_server *s, fanin_error *error)
 {
     s->stream = calloc(1, sizeof *s->stream + s->data_threads * sizeof(data_thread *));
-    return s->stream ? add(s, error) : error_set_memory(error);
+    if (s->stream)
+        s->stream->kept = kept_digests_create();
+    return s->stream && s->stream->kept ? add(s, error) : error_set_memory(error);
 }
 
 void stream_destroy(fanin_server *s)
@@ -472,6 +483,7 @@ void stream_destroy(fanin_server *s)
         data_thread_stop(t->threads[i]);
     for (unsigned i = 0; i < t->n; i++)
         data_thread_end(&t->threads[i]);
+    kept_digests_free(t->kept);
     free(t);
     s->stream = NULL;
 }

@@ -2,26 +2,29 @@
 #include "stream/read_job.h"
 
 #include "array.h"
-#include "publish/publication.h"
+#include "publish/patches.h"
 #include <stdlib.h>
 #include <string.h>
 
-/* One entry as a range; NULL or why it is refused. */
-static const char *range_of(const shard_catalog *catalog, const read_entry *e,
-                            job_range *out)
+/* One entry as a range, the catalog's boxes being numbered from @p first on; NULL or why it is
+   refused. */
+static const char *range_of(const shard_catalog *catalog, uint64_t first,
+                            const read_entry *e, job_range *out)
 {
-    if (e->box >= catalog->n_boxes)
-        return "the read names a box that this rank does not have";
-    uint64_t start = catalog->boxes[e->box].start;
-    out->box = e->box;
+    uint64_t box = e->box - first;
+    if (e->box < first || box >= catalog->n_boxes)
+        return first > 0 ? "a read of a patch names other boxes as well"
+                         : "the read names a box that this rank does not have";
+    uint64_t start = catalog->boxes[box].start;
+    out->box = box;
     if (e->count > 0) {
-        if (e->count > catalog->n_boxes - e->box)
+        if (e->count > catalog->n_boxes - box)
             return "the read names a box that this rank does not have";
         out->at = start;
-        out->length = catalog->boxes[e->box + e->count].start - start;
+        out->length = catalog->boxes[box + e->count].start - start;
         return NULL;
     }
-    uint64_t bytes = shard_catalog_box_bytes(catalog, e->box);
+    uint64_t bytes = shard_catalog_box_bytes(catalog, box);
     if (e->length == 0)
         return "an entry of the read is empty";
     if (e->offset > bytes || e->length > bytes - e->offset)
@@ -31,15 +34,45 @@ static const char *range_of(const shard_catalog *catalog, const read_entry *e,
     return NULL;
 }
 
-fanin_status job_set_ranges(job *j, const msg_read *m, const char **why)
+/* Serves from the patch that box @p box belongs to, if it is none of the table's; *first: the
+   number of its first box. */
+static fanin_status choose_patch(fanin_server *s, job *j, uint64_t box, uint64_t *first,
+                                 const char **why)
 {
+    shard_catalog *table = j->catalog;
+    uint64_t k = (box - table->n_boxes) / PATCH_BOXES;
+    *first = 0;
+    j->is_patch = table->plan && box >= table->n_boxes && k < PATCHES_MOST;
+    if (!j->is_patch)
+        return FANIN_OK;
+    pthread_mutex_lock(&s->lock);
+    shard_catalog *patch = patches_find(j->of, j->epoch, k);
+    j->is_patch = patch || j->of->had_deltas;
+    if (patch) {
+        j->catalog = shard_catalog_retain(patch);
+        j->first_region = 0;
+        *first = table->n_boxes + k * PATCH_BOXES;
+        catalog_discard(s, table);
+    }
+    pthread_mutex_unlock(&s->lock);
+    *why = "this rank does not keep the patch any more";
+    return patch || !j->is_patch ? FANIN_OK : FANIN_ERR_STALE;
+}
+
+fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m,
+                            const char **why)
+{
+    uint64_t first;
+    fanin_status status = choose_patch(s, j, m->entries[0].box, &first, why);
+    if (status != FANIN_OK)
+        return status;
     if (!array_reserve(&j->ranges, &j->capacity, m->n_entries, sizeof *j->ranges)) {
         *why = "the server is out of memory";
         return FANIN_ERR_MEMORY;
     }
     uint64_t sum = 0;
     for (uint32_t i = 0; i < m->n_entries; i++) {
-        *why = range_of(j->catalog, &m->entries[i], &j->ranges[i]);
+        *why = range_of(j->catalog, first, &m->entries[i], &j->ranges[i]);
         if (*why)
             return FANIN_ERR_ARGUMENT;
         /* Also keeps the sum from overflowing. */
@@ -229,6 +262,18 @@ void job_advance(job *j, uint64_t bytes)
     j->left -= bytes;
     if (j->left > 0 && !j->is_void && !j->is_staged)
         job_skip(j, bytes);
+}
+
+void gather_sum(const gather *g, size_t skip, uint64_t bytes, checksum *sum)
+{
+    for (int i = 0; i < g->n && bytes > 0; i++) {
+        size_t size = g->iov[i].iov_len;
+        size_t from = skip < size ? skip : size;
+        size_t more = bytes < size - from ? (size_t)bytes : size - from;
+        checksum_add(sum, (const char *)g->iov[i].iov_base + from, more);
+        skip -= from;
+        bytes -= more;
+    }
 }
 
 static bool is_host(void *cookie, const job *j, const source_box *b, uint64_t offset,

@@ -3,6 +3,7 @@
 #ifndef READ_JOB_H
 #define READ_JOB_H
 
+#include "digest.h"
 #include "guests/admission.h"
 #include "guarded.h"
 #include "publish/lease.h"
@@ -26,6 +27,7 @@ typedef struct job {
     uint64_t epoch;
     uint32_t first_region; /**< of the lease */
     bool fills;            /**< what is not proven may not be read (filling.h) */
+    bool is_patch;         /**< the catalog is a patch's (patches.h) */
     uint8_t token[16];
     uint64_t request;
     shard_catalog *catalog; /**< with a reference */
@@ -56,10 +58,12 @@ typedef struct gather {
 } gather;
 
 /**
- * Turns entries into ranges; checks each against the catalog. FANIN_ERR_ARGUMENT with a
- * static sentence in *why, FANIN_ERR_MEMORY. Uses the job's catalog.
+ * Turns entries into ranges; checks each against the job's catalog, or that of the patch which the
+ * first one names, the job's from then on. FANIN_ERR_ARGUMENT with a static sentence in *why,
+ * FANIN_ERR_STALE of a patch that is not there, FANIN_ERR_MEMORY. Takes the lock for patches.
  */
-fanin_status job_set_ranges(job *j, const msg_read *m, const char **why);
+fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m,
+                            const char **why);
 size_t job_memory(const job *j);
 /** Gives the catalog back, keeps the array. */
 void job_end(fanin_server *s, job *j);
@@ -70,6 +74,8 @@ bool gather_add(gather *g, const void *data, size_t size);
 /** Adds as much of the reply as fits, up to the first byte that cannot be read: then failed is set,
     unless nothing is copied but short runs and those before it fill the gather. */
 void job_gather(const job *j, gather *g);
+/** Adds to @p sum the @p bytes behind the first @p skip of what was gathered. */
+void gather_sum(const gather *g, size_t skip, uint64_t bytes, checksum *sum);
 /** Adds zeros for the rest of the reply. */
 void job_gather_zeros(const job *j, gather *g);
 /** @p bytes of the reply have left. */

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """campaign.py --programs DIR [--seed N] [--faults N | --seconds N] [--sanitized] [--secret]
-            [--cuda LIBRARY] [--mutant NAME]
+            [--cuda LIBRARY] [--relays | --deltas] [--mutant NAME]
 
 Seeded faults over readers and a trainer that never rest. DIR: where the build has put the programs.
 Round after round a few faults of the list below come over each other, then all is made whole, and
@@ -20,9 +20,12 @@ standard error.
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
 secret, so that TCP is TLS. --cuda: the weights lie in memory of devices 0 and 1, or of one, by the
 driver LIBRARY, libcuda.so.1 or the build's stand-in for it; exit status 77 if it has none.
---mutant: with programs that are wrong in one way, and exit status 0 only if it was found: unchecked
-(readers do not ask the ranks at the end), byte, stale, write, hang, wedge, leak, leak-rank, late,
-starve. With the right to mount, the adapters of one reader lie on a file system that a fault fills.
+--relays: readers hand on to each other. --deltas: steps change little, and readers pull patches;
+that none of them does is a fault, too. --mutant: with programs that are wrong in one way, and exit
+status 0 only if it was found: unchecked (readers do not ask the ranks at the end), base (with
+--deltas: they apply patches to whatever there is), byte, stale, write, hang, wedge, leak,
+leak-rank, late, starve. With the right to mount, the adapters of one reader lie on a file system
+that a fault fills.
 """
 
 from __future__ import annotations
@@ -100,12 +103,21 @@ RELAYS = (
     ("relay-unix", False, False),
     ("stream-unix", False, False),
 )
+# Readers of patches, beside those that read none.
+DELTAS = (
+    ("stream-unix", False, False),
+    ("stream-tcp", True, False),
+    ("stream-tcp", True, True),
+    ("stream-unix", False, False),
+    ("cma", False, False),
+)
 OF_RELAYS = 64  # sockets more of a relay: of its server, and to and from the others
 NAMED = 2  # this reader knows its ranks by name
 EVILS = ("leases", "flood", "deaf", "garbage", "frames", "idle")
 # What must find a mutant out.
 FOUND = {
     "unchecked": "wrong",
+    "base": "wrong",
     "byte": "wrong",
     "stale": "wrong",
     "write": "written",
@@ -116,6 +128,7 @@ FOUND = {
     "late": "late updates",
     "starve": "starved",
 }
+UNRULY = ("unchecked", "base")  # mutants that are one program
 PROGRESS = 500  # faults
 SKIPPED = 77
 SPACE = 1 << 20  # bytes that a limit leaves
@@ -131,7 +144,7 @@ class Campaign:
         seed, programs = options.seed, options.programs
         self.random = random.Random(seed)
         self.faults: Counter[str] = Counter()
-        self.found = Found()
+        self.found = Found(with_stacks=not options.mutant)
         self._usual: dict[int, tuple[int, ...]] = {}
         self._usual_names: dict[int, str] = {}  # of the last look
         self._usual_of_ranks: tuple[int, ...] = ()
@@ -139,8 +152,10 @@ class Campaign:
         self._recovery = 20.0 if self._mutant else RECOVERY
         self._cuda = options.cuda is not None
         device = "-cuda" if options.cuda else ""
-        reader = "campaign-reader" + ("-unchecked" if self._mutant == "unchecked" else device)
-        self._specs = DEVICE_READERS if options.cuda else RELAYS if options.relays else READERS
+        reader = "campaign-reader" + ("-unchecked" if self._mutant in UNRULY else device)
+        self._deltas = options.deltas
+        host = RELAYS if options.relays else DELTAS if options.deltas else READERS
+        self._specs = DEVICE_READERS if options.cuda else host
         self._programs, self._secret = programs, options.secret
         self._place, self._filling = place, place / "disk" / "filling"
         self.board, self._other_board = Board(place / "board"), Board(place / "other-board")
@@ -209,7 +224,8 @@ class Campaign:
         if self._mutant == "unchecked":  # what it believes must be overtaken
             self.trainer.draw(10, 0, "reference")
             return
-        kind = self.random.choice(("reference", "snapshot"))
+        kinds = ("snapshot", "snapshot", "snapshot") if self._deltas else ("snapshot",)
+        kind = self.random.choice(("reference", *kinds))
         period = self.random.choice((20, 50)) * self._slowness
         lease = self.random.choice((20, 100, 0) if kind == "snapshot" else (20, 100))
         self.trainer.draw(period, lease * self._slowness, kind)
@@ -552,7 +568,8 @@ class Campaign:
     def bad(self) -> dict[str, int]:
         """What must be 0."""
         verdicts = sum((reader.verdicts for reader in self.readers), Counter())
-        return {
+        vain = {"campaigns without patches": int(self._patches() == 0)} if self._deltas else {}
+        return vain | {
             "wrong": self.wrong(),
             "written": verdicts["written"],
             "hung": len(self.found.hung),
@@ -561,6 +578,9 @@ class Campaign:
             "trainer's failed calls": self.board.total(WRONG),
             "late updates": self.board.total(LATE),
         }
+
+    def _patches(self) -> int:
+        return sum(reader.patches for reader in self.readers)
 
     def line(self) -> tuple[str, bool]:
         """The figures, and whether all is well."""
@@ -571,7 +591,8 @@ class Campaign:
         slow, after = self.found.slowest
         overrun = max(reader.overrun(self.found.pulse) for reader in self.readers)
         return (
-            f"{verdicts.total()} calls, {verdicts['good']} good; {self.board.total(UPDATES)}"
+            f"{verdicts.total()} calls, {verdicts['good']} good, {self._patches()} by patches;"
+            f" {self.board.total(UPDATES)}"
             f" updates, {self.board.total(ACTS)} acts of the trainer,"
             f" {self.board.reader_acts()} of readers; {self.faults.total()} faults"
             f" ({kinds}); {figures}; starved {len(self.found.starved)}, {self.found.pulse.told()};"
@@ -585,6 +606,9 @@ class Campaign:
             for status, count in reader.statuses.items():
                 last = reader.texts[status]
                 yield f"reader {reader.index} ({reader.path}): {count} {status}, last: {last}"
+        for reader in self.readers:
+            for because, count in reader.wholes.items():
+                yield f"reader {reader.index} ({reader.path}): {count} {because}"
         for reader in self.readers:
             for call in reader.bad[:5]:
                 yield f"reader {reader.index} ({reader.path}): {call.verdict}: {call.text}"
@@ -649,6 +673,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=FOUND)
     parser.add_argument("--secret", action="store_true")
     parser.add_argument("--relays", action="store_true")
+    parser.add_argument("--deltas", action="store_true")
     options = parser.parse_args()
     most = options.faults or (1 << 40 if options.seconds else 40)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -656,6 +681,7 @@ def main() -> int:
     place = Path(tempfile.mkdtemp(prefix="campaign", dir=memory))
     os.environ["FANIN_SECRET_FILE"] = str(make_secret(place)) if options.secret else ""
     os.environ["CAMPAIGN_MUTANT"] = options.mutant or ""
+    os.environ["CAMPAIGN_DELTAS"] = "yes" if options.deltas else ""
     if options.cuda:
         os.environ["FANIN_CUDA_LIBRARY"] = options.cuda
         if subprocess.run([options.programs / "campaign-trainer-cuda"]).returncode == SKIPPED:

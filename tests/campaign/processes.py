@@ -41,6 +41,7 @@ class Found:
     leaked: list[str] = field(default_factory=list)
     starved: list[str] = field(default_factory=list)  # which may be
     slowest: tuple[float, str] = (0.0, "")  # recovery in seconds, and after what
+    with_stacks: bool = True  # of whom does not end
 
 
 class Board:
@@ -110,7 +111,9 @@ class Limited:
             left = seconds + stood - (now - began) / 1e9
             if left <= 0:
                 break
-        lines = [f"{who}, process {self.process.pid}, does not end", *doing(self.process.pid)]
+        lines = [f"{who}, process {self.process.pid}, does not end"]
+        if found.with_stacks:
+            lines += doing(self.process.pid)
         found.hung.append("\n  ".join(lines))
         self.process.kill()
         self.process.wait(PATIENCE)
@@ -289,6 +292,8 @@ class Reader:
         self.verdicts: Counter[str] = Counter()
         self.statuses: Counter[str] = Counter()
         self.texts: dict[str, str] = {}  # by status, the last one
+        self.patches = 0  # good calls that have read them
+        self.wholes: Counter[str] = Counter()  # and those that could not, by why
         self.bad: list[Call] = []
         self.latest: deque[Call] = deque(maxlen=6)
         self.long: list[Call] = []  # that overran their time
@@ -327,6 +332,9 @@ class Reader:
             self.verdicts["wrong"] += 1
         if call.verdict == "good":
             self.last_good = call
+            self.patches += call.text.startswith("patches")
+            if call.text.startswith("whole"):
+                self.wholes[call.text] += 1
         elif call.verdict != "failed":
             self.bad.append(call)
         if not call.disturbed and call.took > call.allowed:

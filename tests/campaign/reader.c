@@ -9,6 +9,10 @@
  *
  *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
+ * In a campaign of deltas (weights.h) memory is described once, and pulled into by deltas. It is
+ * left as it is between calls, but for some, before which it is scribbled on and said to be
+ * touched. TEXT of a good one: by patches, or why not.
+ *
  * VERDICT: good; failed (an error, which is allowed); wrong (bytes, a step that was not asked for,
  * a launch that had ended, or an adapter that a failed call has left); written (memory changed
  * after a failed call had returned). DISTURBED: 1 if this process was stopped or limited meanwhile,
@@ -20,8 +24,9 @@
  * "write" changes memory after a failed one; "stale" goes on with the weights of its first launch;
  * "wedge" fails for ever; "starve" as long as the trainer trains.
  *
- * Built with FANIN_TEST_HOOKS it believes what it has read without asking the ranks at the end,
- * which the campaign must notice.
+ * Built with FANIN_TEST_HOOKS it has one rule less, which the campaign must notice: mutant
+ * "unchecked" believes what it has read without asking the ranks at the end; "base" applies patches
+ * to whatever there is.
  */
 #include "board.h"
 #include "memory.h"
@@ -66,7 +71,9 @@ typedef struct reader {
     fanin_tensor tensors[N_TENSORS];
     fanin_box boxes[N_TENSORS];
     tensor_shape shapes[N_TENSORS];
-    bool untouched; /* scribbled after a failed call: nobody may write */
+    fanin_destination *prepared; /* NULL: this is no campaign of deltas */
+    char *kept;     /* what the memory held after a failed call: nobody may write */
+    bool untouched; /* after one */
     uint64_t life, step;
 } reader;
 
@@ -92,6 +99,8 @@ static void get_memory(reader *r)
         r->size += weights_bytes(i);
     r->memory = memory_guarded(r->size, 1);
     r->bytes = memory_bytes(r->memory);
+    if (!(r->kept = malloc(r->size)))
+        exit(2);
 }
 
 static void scribble(reader *r)
@@ -100,10 +109,20 @@ static void scribble(reader *r)
     memory_send(r->memory, r->size);
 }
 
+/* After a failed call. What is prepared may still hold a step, which patches go onto. */
+static void keep(reader *r)
+{
+    if (!r->prepared)
+        scribble(r);
+    memory_fetch(r->memory, r->size);
+    memcpy(r->kept, r->bytes, r->size);
+    r->untouched = true;
+}
+
 static bool is_touched(reader *r)
 {
     memory_fetch(r->memory, r->size);
-    return !weights_scribbled(r->bytes, r->size);
+    return memcmp(r->bytes, r->kept, r->size) != 0;
 }
 
 static void describe(reader *r)
@@ -122,6 +141,17 @@ static void describe(reader *r)
                            .boxes = &r->boxes[i],
                            .n_boxes = 1};
         at += weights_bytes(i);
+    }
+}
+
+static void prepare(reader *r)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (weights_change_little() &&
+        fanin_destination_create(r->tensors, N_TENSORS, &r->prepared, &error) !=
+            FANIN_OK) {
+        fprintf(stderr, "reader: %s\n", error.message);
+        exit(2);
     }
 }
 
@@ -267,7 +297,10 @@ static fanin_status read_in_parts(reader *r, const fanin_pull_options *options,
     fanin_session *session = NULL;
     size_t half = N_TENSORS / 2;
     fanin_status status =
-        fanin_client_begin(r->client, options, r->tensors, N_TENSORS, &session, error);
+        r->prepared
+            ? fanin_client_begin_into(r->client, options, r->prepared, &session, error)
+            : fanin_client_begin(r->client, options, r->tensors, N_TENSORS, &session,
+                                 error);
     if (status == FANIN_OK)
         status = fanin_session_read(session, half, N_TENSORS - half, error);
     if (status == FANIN_OK)
@@ -282,6 +315,28 @@ static fanin_status read_in_parts(reader *r, const fanin_pull_options *options,
     return status;
 }
 
+/* Into memory that holds the step before, mostly. */
+static fanin_status pull_changes(reader *r, fanin_pull_options *options,
+                                 fanin_result **result, fanin_error *error)
+{
+    options->verify = board_random(&r->random) % 2;
+    options->deltas = true;
+    switch (board_random(&r->random) % 16) {
+    case 0:
+        scribble(r);
+        fanin_destination_touched(r->prepared);
+        break;
+    case 1:
+        options->deltas = false;
+        break;
+    case 2:
+        return read_in_parts(r, options, result, error);
+    default:
+        break;
+    }
+    return fanin_client_pull_into(r->client, options, r->prepared, result, error);
+}
+
 static fanin_status call(reader *r, fanin_pull_options *options, const char *directory,
                          fanin_result **result, fanin_error *error)
 {
@@ -291,6 +346,8 @@ static fanin_status call(reader *r, fanin_pull_options *options, const char *dir
         return fanin_client_pull_adapter(r->client, options, directory, result, error);
     }
     r->untouched = false;
+    if (r->prepared)
+        return pull_changes(r, options, result, error);
     if (is_relay(r) &&
         board_random(&r->random) % 2 == 0) /* what it hands on is overwritten */
         return fanin_relay_pull_into(r->relay, options, r->tensors, N_TENSORS, result,
@@ -344,6 +401,17 @@ static void be_stale(reader *r, const fanin_pull_options *options, outcome *o)
     }
 }
 
+static void tell_how(const fanin_result_info *info, outcome *o)
+{
+    size_t n = strlen(o->text);
+    if (info->base_step > 0)
+        snprintf(o->text + n, sizeof o->text - n, "%spatches since step %" PRIu64,
+                 n > 0 ? ", by " : "", info->base_step);
+    else if (info->whole_because)
+        snprintf(o->text + n, sizeof o->text - n, "%swhole: %s", n > 0 ? ", " : "",
+                 info->whole_because);
+}
+
 static bool is_there(const char *path)
 {
     struct stat is;
@@ -379,13 +447,13 @@ static void pull(reader *r, outcome *o)
         bool good = (r->directory ? check_file(directory, o) : check_memory(r, o)) &&
                     check_launch(&before, o) && check_step(r, &before, &options, o);
         o->verdict = good ? "good" : "wrong";
+        tell_how(&info, o);
     } else {
         bool left = r->directory && !there && is_there(directory);
         o->verdict = left ? "wrong" : "failed";
         snprintf(o->text, sizeof o->text, "%s%s: %s",
                  left ? "has left a directory: " : "", error.phase, error.message);
-        scribble(r);
-        r->untouched = true;
+        keep(r);
     }
     fanin_result_free(&result);
     if (r->directory)
@@ -520,16 +588,20 @@ int main(int argc, char **argv)
         return 2;
     r.told = &r.board->readers[index];
 #ifdef FANIN_TEST_HOOKS
-    atomic_store(&client_rules_off, CLIENT_RULE_END_CHECK);
+    atomic_store(&client_rules_off,
+                 mutant_is("base") ? CLIENT_RULE_BASE : CLIENT_RULE_END_CHECK);
 #endif
     signal(SIGXFSZ, SIG_IGN); /* a file that may not grow is an error of its write */
     names_by(r.board);
     get_memory(&r);
     describe(&r);
+    prepare(&r);
     const unsigned sockets = sockets_open(false), threads = threads_running(false);
     while (!atomic_load(&r.board->over))
         once(&r);
     end_client(&r);
+    fanin_destination_free(&r.prepared);
+    free(r.kept);
     if (has_left(sockets, threads))
         return 5;
     return memory_left(1) ? 4 : 0;

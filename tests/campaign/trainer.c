@@ -27,6 +27,7 @@
 #define CREATE_NS (10 * 1000 * MS) /* a rank that was killed may still have the port */
 #define GRACE_NS (1000 * MS)       /* what a busy machine may add to a wait */
 #define ACTS_PERCENT 12
+#define PATCHES 4 /* that are kept, in a campaign of deltas */
 /* All readers, and the handshakes that bad links break, come from one address; and a sanitizer
    makes them cost ten times as much. */
 #define PEER_CPU 500
@@ -164,6 +165,7 @@ static void commit(rank *r)
     fanin_commit_options options;
     fanin_commit_options_init(&options, sizeof options);
     options.flags = r->snapshot ? FANIN_COMMIT_SNAPSHOT : 0;
+    options.deltas = r->snapshot && weights_change_little() ? PATCHES : 0;
     if (mutant_is("leak-rank"))
         (void)!open("/dev/null", O_RDONLY | O_CLOEXEC);
     uint64_t step = step_at(r, board_now()), last = last_step(r);

@@ -3,12 +3,14 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define RANK 8
 #define WIDTH 2048
 #define SCRIBBLE 0xa5
 #define STEPS_BACK 64 /* that are looked through for whose bytes they are */
+#define PERIOD 128    /* steps between two changes of a word, where few words change */
 
 tensor_shape weights_shape(size_t tensor)
 {
@@ -45,18 +47,42 @@ static uint64_t mix(uint64_t x)
     return x ^ x >> 31;
 }
 
-static uint64_t seed_of(uint64_t life, uint64_t step, size_t tensor)
+bool weights_change_little(void)
 {
-    return mix(mix(life) + mix(step * N_TENSORS + tensor));
+    const char *deltas = getenv("CAMPAIGN_DELTAS");
+    return deltas && *deltas;
+}
+
+/* Which words change with a step, and what seeds them. */
+typedef struct changes {
+    uint64_t life, step;
+    size_t tensor;
+    bool few;
+    uint64_t changed, seed; /* of the last word that was asked for */
+} changes;
+
+static changes changes_of(uint64_t life, uint64_t step, size_t tensor)
+{
+    return (changes){life, step, tensor, weights_change_little(), UINT64_MAX, 0};
+}
+
+static uint64_t word_at(changes *c, uint64_t at)
+{
+    uint64_t since = c->few ? (c->step + mix(at + c->tensor)) % PERIOD : 0;
+    uint64_t changed = since < c->step ? c->step - since : 0;
+    if (changed != c->changed)
+        c->seed = mix(mix(c->life) + mix(changed * N_TENSORS + c->tensor));
+    c->changed = changed;
+    return mix(c->seed + at);
 }
 
 void weights_fill(uint64_t life, uint64_t step, size_t tensor, uint64_t first,
                   uint64_t end, uint64_t *words)
 {
-    uint64_t width = weights_shape(tensor).columns / 2,
-             seed = seed_of(life, step, tensor);
+    uint64_t width = weights_shape(tensor).columns / 2;
+    changes now = changes_of(life, step, tensor);
     for (uint64_t i = first * width; i < end * width; i++)
-        *words++ = mix(seed + i);
+        *words++ = word_at(&now, i);
 }
 
 static void say_what(uint64_t life, uint64_t step, size_t tensor, uint64_t at,
@@ -65,9 +91,11 @@ static void say_what(uint64_t life, uint64_t step, size_t tensor, uint64_t at,
     uint64_t scribble, from = step > STEPS_BACK ? step - STEPS_BACK : 0;
     char what[40] = "of nothing known";
     memset(&scribble, SCRIBBLE, sizeof scribble);
-    for (uint64_t s = from; s < step + STEPS_BACK; s++)
-        if (word == mix(seed_of(life, s, tensor) + at))
+    for (uint64_t s = from; s < step + STEPS_BACK; s++) {
+        changes then = changes_of(life, s, tensor);
+        if (word == word_at(&then, at))
             snprintf(what, sizeof what, "of step %" PRIu64, s);
+    }
     if (word == 0)
         snprintf(what, sizeof what, "zero");
     if (word == scribble)
@@ -79,11 +107,12 @@ static void say_what(uint64_t life, uint64_t step, size_t tensor, uint64_t at,
 bool weights_check(uint64_t life, uint64_t step, size_t tensor, const void *bytes,
                    char why[160])
 {
-    uint64_t count = weights_bytes(tensor) / 8, seed = seed_of(life, step, tensor);
+    uint64_t count = weights_bytes(tensor) / 8;
+    changes now = changes_of(life, step, tensor);
     for (uint64_t i = 0; i < count; i++) {
         uint64_t word;
         memcpy(&word, (const char *)bytes + 8 * i, sizeof word);
-        if (word != mix(seed + i)) {
+        if (word != word_at(&now, i)) {
             say_what(life, step, tensor, i, word, why);
             return false;
         }

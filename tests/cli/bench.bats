@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What bench writes beside its figures.
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup_file()
 {
@@ -12,10 +12,8 @@ setup_file()
 
 setup()
 {
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_SECRET_FILE
-    cd "$BATS_TEST_TMPDIR" || return 1
-    cp "$BATS_FILE_TMPDIR/result.json" a.json
+    cp "$BATS_FILE_TMPDIR/result.json" "$BATS_TEST_TMPDIR/a.json"
+    set_up
 }
 
 @test "percentiles are those of the samples, which the result has too" {

@@ -4,25 +4,15 @@
 
 # shellcheck disable=SC2154 # info, ranks_pid, stderr and output are set elsewhere
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup()
 {
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_SECRET_FILE
-    unset FANIN_TLS_CERT FANIN_TLS_KEY FANIN_TLS_CA
+    set_up
     openssl version | grep -q '^OpenSSL 3' || skip "needs the command openssl"
-    cd "$BATS_TEST_TMPDIR" || return 1
-    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
-    ranks_pid=
     "$FANIN_SOURCE_DIR/tests/support/make-certificates" .
     read -ra ranks <<<"--tls-cert ranks.pem --tls-key ranks.key --tls-ca ca.pem"
     read -ra reader <<<"--tls-cert reader.pem --tls-key reader.key --tls-ca ca.pem"
-}
-
-teardown()
-{
-    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
 }
 
 @test "commands use certificates of their options and of the environment" {

@@ -5,22 +5,13 @@
 
 # shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup()
 {
-    load ranks
+    set_up
     [ -n "${FANIN_TEST_CUDA_LIBRARY-}" ] || skip "built without CUDA"
     export FANIN_CUDA_LIBRARY=$FANIN_TEST_CUDA_LIBRARY
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT CUDA_VISIBLE_DEVICES
-    cd "$BATS_TEST_TMPDIR" || return 1
-    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
-    ranks_pid=
-}
-
-teardown()
-{
-    [ -z "${ranks_pid-}" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
 }
 
 # proven DEST PATH OPTION...: pulls into memory, each proven, go by that path.

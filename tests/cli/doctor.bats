@@ -3,19 +3,7 @@
 # nixl-fetch doctor: this host, trees of other hosts, and a trainer.
 # shellcheck disable=SC2154 # info is set by ranks.bash
 
-bats_require_minimum_version 1.5.0
-
-setup()
-{
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
-    cd "$BATS_TEST_TMPDIR" || return 1
-}
-
-teardown()
-{
-    [ -z "${ranks_pid-}" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
-}
+load ranks
 
 # json EXPRESSION: of the object in $output, which is called d.
 json()

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Recorded mappings, shown and refused. No ranks run.
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup()
 {
-    load ranks
-    cd "$BATS_TEST_TMPDIR" || return 1
+    set_up
     cp "$FANIN_SOURCE_DIR/tests/support/mapping.json" good.json
 }
 

@@ -5,25 +5,16 @@
 
 # shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup_file()
 {
-    load ranks
     start_ranks --adapter-shape small --world-size 3 --keep-going
 }
 
 teardown_file()
 {
-    load ranks
     stop_ranks || true
-}
-
-setup()
-{
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
-    cd "$BATS_TEST_TMPDIR" || return 1
 }
 
 teardown()

@@ -5,25 +5,21 @@
 
 # shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup_file()
 {
-    load ranks
     start_ranks --model qwen3-8b --full --layers 6 --shrink 8 --world-size 2
 }
 
 teardown_file()
 {
-    load ranks
     stop_ranks
 }
 
 setup()
 {
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
-    cd "$BATS_TEST_TMPDIR" || return 1
+    set_up
     mkdir -m 700 d
 }
 

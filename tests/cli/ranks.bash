@@ -1,6 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
-# What the bats files of this folder share: stand-in ranks and a few assertions.
+# What the bats files of this folder share: stand-in ranks and a few assertions. A file that loads it
+# need not have a setup() or teardown() of its own.
+
+bats_require_minimum_version 1.5.0
+
+# A test's own folder. Ranks are those of setup_file(), or the test starts its own, which end with it.
+set_up()
+{
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_SECRET_FILE FANIN_TRACE FANIN_LOG
+    unset FANIN_TLS_CERT FANIN_TLS_KEY FANIN_TLS_CA CUDA_VISIBLE_DEVICES
+    cd "$BATS_TEST_TMPDIR" || return 1
+    ranks_of_file=${ranks_pid-}
+    [ -n "$ranks_of_file" ] || export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
+}
+
+end_ranks()
+{
+    [ "${ranks_pid-}" = "$ranks_of_file" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
+}
+
+setup() { set_up; }
+teardown() { end_ranks; }
 
 # start_ranks OPTION...: starts `nixl-fetch serve` and waits for its ready line. Sets
 # ranks_pid; the target is in $info.

@@ -4,26 +4,17 @@
 
 # shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup_file()
 {
-    load ranks
     start_ranks --adapter-shape small --world-size 4 --run 0 --run best.1 \
         --world-id 000102030405060708090a0b0c0d0e0f --name job
 }
 
 teardown_file()
 {
-    load ranks
     stop_ranks
-}
-
-setup()
-{
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
-    cd "$BATS_TEST_TMPDIR" || return 1
 }
 
 key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
@@ -343,9 +334,9 @@ print(json.dumps(earlier[:3] + later[3:]))' "$info" later.json)}"
 }
 
 @test "watch: says what the ranks do while no step comes" {
-    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 700ms --idle-ms 100
+    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 2500ms --idle-ms 100
     grep -Eq '  no step for [0-9]+ m?s: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)$' <<<"$output"
-    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 700ms --idle-ms 100 --json
+    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 2500ms --idle-ms 100 --json
     output=$(grep '"quiet"' <<<"$output" | head -n 1)
     [ "$(field quiet_ns)" -ge 100000000 ]
     [ "$(field ranks 3 state)" = stable ]

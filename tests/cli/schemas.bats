@@ -4,21 +4,12 @@
 
 # shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup()
 {
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
-    cd "$BATS_TEST_TMPDIR" || return 1
-    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
+    set_up
     mkdir out
-    ranks_pid=
-}
-
-teardown()
-{
-    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
 }
 
 key=lora:0:base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
@@ -95,6 +86,18 @@ say_doctor()
     say error 13 ping 127.0.0.1:1
     say error 13 top 127.0.0.1:1 --count 1
     say error 2 pull "$info"
+    stop_ranks
+    start_ranks --model qwen2.5-0.5b --full --layers 1 --shrink 16 --world-size 2
+    exec {lines}< <(exec "$NIXL_FETCH" relay "$info" full:0 --json 3>&-)
+    relay_pid=$!
+    read -r -t 60 line <&"$lines"
+    echo "$line" >out/relay.step.json
+    stop_ranks
+    start_ranks --model qwen2.5-0.5b --full --layers 1 --shrink 16 --world-size 2
+    read -r -t 60 line <&"$lines"
+    echo "$line" >out/relay.launch.json
+    kill -TERM "$relay_pid"
+    wait "$relay_pid"
     stop_ranks
     say bench 0 bench --adapter-shape small --world-size 2 --iterations 1 --dest .
     if [ -n "${FANIN_TEST_CUDA_LIBRARY-}" ]; then

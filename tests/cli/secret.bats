@@ -4,22 +4,13 @@
 
 # shellcheck disable=SC2154 # info, ranks_pid, stderr and output are set elsewhere
 
-bats_require_minimum_version 1.5.0
+load ranks
 
 setup()
 {
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_SECRET_FILE
-    cd "$BATS_TEST_TMPDIR" || return 1
-    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
-    ranks_pid=
+    set_up
     "$NIXL_FETCH" secret one
     "$NIXL_FETCH" secret other
-}
-
-teardown()
-{
-    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
 }
 
 @test "a secret is new, its owner's, and never written over" {

@@ -4,21 +4,7 @@
 
 # shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
 
-bats_require_minimum_version 1.5.0
-
-setup()
-{
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
-    cd "$BATS_TEST_TMPDIR" || return 1
-    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
-    ranks_pid=
-}
-
-teardown()
-{
-    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
-}
+load ranks
 
 @test "updates: watch sees each step, pulls are whole, an old step is superseded" {
     start_ranks --adapter-shape small --world-size 3 --update-every 20

@@ -4,14 +4,7 @@
 
 # shellcheck disable=SC2154 # info is set by ranks.bash
 
-bats_require_minimum_version 1.5.0
-
-setup()
-{
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER FANIN_TRACE FANIN_LOG
-    cd "$BATS_TEST_TMPDIR" || return 1
-}
+load ranks
 
 # names FILE: the names of its spans, each once; fails if it is not JSON of the kind.
 names()
@@ -37,6 +30,11 @@ print(*sorted({e["name"] for e in spans}))' "$1"
     [ "$(grep -c '"name":"pull"' bench.json)" -ge 3 ]
     run -0 "$NIXL_FETCH" watch "$info" --count 2 --trace watch.json
     [[ $(names watch.json) == *wait* ]]
+    for command in bundle exporter; do
+        run -2 "$NIXL_FETCH" "$command" "$info" --trace no.json
+        has "it reads no weights itself"
+        [ ! -e no.json ]
+    done
     stop_ranks
     run -0 "$NIXL_FETCH" trace pull.json own/* --svg pull.svg --merge all.json
     has "1 pulls of 3 processes"

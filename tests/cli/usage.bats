@@ -2,16 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # The command line itself: help, wrong usage, targets, exit statuses. No ranks run.
 
-bats_require_minimum_version 1.5.0
+load ranks
 
-setup()
-{
-    load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
-    cd "$BATS_TEST_TMPDIR" || return 1
-}
-
-commands=(list show ping doctor pull verify watch status top exporter diff bundle map serve bench secret trace)
+commands=(list show ping doctor pull verify watch status top exporter diff bundle map serve bench secret trace relay)
 
 @test "--version names tool, library, revision, protocol, UCX and CUDA" {
     run -0 --separate-stderr "$NIXL_FETCH" --version
@@ -71,7 +64,7 @@ import sys
 
 tool, *commands = sys.argv[1:]
 least_one = set("""--world-size --count --max-attempts --steps --first-step --r --iterations
-    --repeat --commits --replicate --max-bytes""".split())
+    --repeat --commits --replicate --max-bytes --keep""".split())
 numbers = {"N", "MS", "PORT", "K", "FD"}
 seen = set()
 
@@ -153,6 +146,17 @@ END
         "pull h:65535 --world-size 2 --out d"
         "pull h:1 --world-size -1 --out d"
         "verify h:1"
+        "relay h:1"
+        "relay h:1 full:0 word"
+        "relay h:1 full:0 --keep 0"
+        "relay h:1 full:0 --keep 65"
+        "relay h:1 full:0 --memory nowhere"
+        "relay h:1 full:0 --rate 1"
+        "relay h:1 full:0 --network 10.0.0.0/8 --rate 0"
+        "relay h:1 full:0 --network 10.0.0.0/8 --rate -1"
+        "relay h:1 full:0 --network 10.0.0.0/8 --rate nan"
+        "relay h:1 full:0 --network 10.0.0.0/8 --rate 1GB"
+        "relay h:1 full:0 --network 10.0.0.0/8 --rate 1001"
         "watch h:1 --count -1"
         "watch h:1 --count 0"
         "list h:1 --run a/b"

@@ -6,10 +6,7 @@ It is told to `run` one of the cases below, which fail by an assertion.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +21,7 @@ from test_compact import local, objects, same_now, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from worlds import Control, join_world
+from worlds import run_cases
 
 ARENA = 64 << 10
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -182,19 +179,5 @@ def refused(layout: str) -> None:
         raise AssertionError("an offloaded parameter was moved")
 
 
-def main() -> None:
-    control = Control()
-    join_world(json.loads(sys.argv[1]))
-    control.say("ready")
-    while (command := control.hear())["event"] != "exit":
-        try:
-            globals()[command["case"]](command["layout"])
-        except BaseException:
-            control.say("done", error=traceback.format_exc())
-        else:
-            control.say("done", error=None)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals())

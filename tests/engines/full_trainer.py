@@ -16,6 +16,7 @@ Ranks train in place (AdamW on random tokens) and publish by `fanin.torch.Weight
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -39,7 +40,8 @@ class FullTrainer(LiveTrainer):
     each step is gathered into `record(step)` when it is published), device ("cpu"; "cuda": a GPU a
     rank, over NCCL), dummy (True: the model is a config.json, its values are drawn on the device),
     adapter (the fields of a LoraConfig: PEFT's model is trained), train (False: a step adds noise
-    to every element instead of training), digests (True: of every step, for `fanin.check.served`).
+    to every element instead of training), lr (of AdamW, 0.02), digests (True: of every step, for
+    `fanin.check.served`).
     """
 
     script = "full_trainer.py"
@@ -139,7 +141,8 @@ class Trainer:
         self.rank, size = join_world(options, backend)
         self.layout = options.get("layout", "fsdp")
         self.model = self.make(size).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        rate = options.get("lr", 0.02)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
         # Ranks of one tensor-parallel group see the same batch.
         batch = self.rank // 2 if self.layout == "fsdp+tp" else self.rank
         seed = options["seed"] if self.layout == "plain" else 1000 * options["seed"] + batch
@@ -202,6 +205,16 @@ class Trainer:
                     parameter.mul_(0.5)
             self.control.say("writing")
             signal.pause()
+
+    def give_up_update(self) -> None:
+        """A little is written; then the update ends by an error, and its step never comes."""
+        import torch
+
+        with contextlib.suppress(InterruptedError), self.server.updating(self.number + 1):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.to_local().view(-1)[::50] *= 1.01
+            raise InterruptedError
 
     def pause(self) -> None:
         self.server.pause()

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from worlds import Control, join_world
+from worlds import run_cases
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -215,19 +213,5 @@ def refused_on_one_rank(how: str, quantize: str | None) -> None:
         dist.barrier()
 
 
-def main() -> None:
-    control = Control()
-    join_world(json.loads(sys.argv[1]))
-    control.say("ready")
-    while (command := control.hear())["event"] != "exit":
-        try:
-            globals()[command["case"]](*command["arguments"], **command.get("options", {}))
-        except BaseException:
-            control.say("done", error=traceback.format_exc())
-        else:
-            control.say("done", error=None)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals())

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from full_models import random_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -88,23 +91,26 @@ def computed_memory(server: Any) -> int:
     storages = [one.state.storage for one in parameters._items if one.state.values is not None]
     for entry in parameters.quantizer._entries.values() if parameters.quantizer else ():
         storages += [one.untyped_storage() for one in (*entry.values, *entry.scales)]
-        if entry.maker is None:
-            storages += [one.untyped_storage() for one in entry.views]
+        pairs = zip(entry.views, entry.makers, strict=True)
+        storages += [view.untyped_storage() for view, maker in pairs if maker is None]
     own = {one.untyped_storage().data_ptr() for one in parameters.root.parameters()}
     return sum(
         {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in own}.values()
     )
 
 
-def fits_in_half(server: Any, got: dict[str, Any]) -> None:
-    """Memory for results is that of what readers read, and of the largest tensor that is merged."""
+def fits_in_half(server: Any, got: dict[str, Any]) -> int:
+    """Memory for results is that of what readers read, and of the largest part that is merged at a
+    time, whose bytes it gives."""
     read = {name: one for name, one in got.items() if one.dtype is torch.float8_e4m3fn}
     values = sum(one.numel() for one in read.values())
     scales = sum(one.numel() * 4 for name, one in got.items() if name.endswith("_scale_inv"))
-    items = server._runs["full:0"].parameters._items
-    largest = max(2 * one.state.local_shape[0] for one in items if one.state.values is not None)
+    states = [item.state for item in server._runs["full:0"].parameters._items]
+    parts = [part for one in states if one.overlaid for part in one.values.parts]
+    largest = max(2 * math.prod(extent) for _, extent in parts)
     assert largest < values, "the model is too small to tell"
     assert values < computed_memory(server) <= values + scales + largest + 256 * len(read)
+    return largest
 
 
 def rounded(tensors: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +122,16 @@ def rounded(tensors: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
             out[name] = torch.from_numpy(bytes_).view(torch.float8_e4m3fn)
             out[f"{name}_scale_inv"] = torch.from_numpy(scales)
     return out
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that PyTorch allocates on a CPU meanwhile, less what it frees."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
+        call()
+    assert told.profiler is not None
+    events = told.profiler.kineto_results.events()
+    sizes = (one.nbytes() for one in events if one.name() == "[memory]")
+    return max(itertools.accumulate(sizes))
 
 
 def same(got: dict[str, Any], wanted: dict[str, Any]) -> None:

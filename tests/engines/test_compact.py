@@ -67,12 +67,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.parametrize("layout", ["odd", "ddp", "fsdp", "hsdp", "fsdp+tp"])
 @pytest.mark.parametrize("case", ["trained", "published"])
 def test_in_a_world(four: World, case: str, layout: str) -> None:
-    for rank, answer in enumerate(four.do("run", timeout=60, case=case, layout=layout)):
+    for rank, answer in enumerate(four.do("run", timeout=60, case=case, arguments=[layout])):
         assert answer["error"] is None, f"rank {rank}: {answer['error']}"
 
 
 def test_what_fsdp_holds_elsewhere_is_refused_by_name(four: World) -> None:
-    for rank, answer in enumerate(four.do("run", case="refused", layout="")):
+    for rank, answer in enumerate(four.do("run", case="refused", arguments=[""])):
         assert answer["error"] is None, f"rank {rank}: {answer['error']}"
 
 

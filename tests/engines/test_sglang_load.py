@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -191,6 +192,64 @@ def test_what_the_loader_would_write(
         check(trainer, model)
     assert model.post_loads == 3  # not while it was recorded
     assert (model.embed.weight[30:] == 0).all()
+
+
+def relayed(updater: Updater, trainer: Trainer, step: int) -> int:
+    """Percent of a sync that other readers have brought."""
+    said = updater.answer(pickle.loads(base64.b64decode(encode(trainer.request(step)))))
+    assert said.success, said.message
+    how = json.loads(said.message.removeprefix(TOLD))["how"]
+    return int(re.search(r"with relays \((\d+) %", how)[1])
+
+
+def sync_by_relay(
+    updater: Updater, trainer: Trainer, relay: fanin.Relay, forged: str | None = None
+) -> int:
+    """The step that the engine has had of this relay, which has altered a bit of one tensor."""
+    whole = {name: torch.zeros_like(value) for name, value in trainer.tensors.items()}
+    for step in range(1, 20):  # who is slow to be found is done without
+        trainer.commit(step)
+        relay.pull_into("full:0", whole, step=step, timeout=30.0)
+        if forged is not None:
+            whole[forged].view(torch.int32).view(-1)[5] ^= 1
+        if relayed(updater, trainer, step) == 100:
+            return step
+    raise AssertionError("relays have brought nothing")
+
+
+def test_relays_bring_a_step_and_live_parameters_are_not_lent(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FANIN_RELAY", "host")
+    model = StandIn()
+    updater = Updater(model)
+    addresses = list(trainer.request(0).trainer)
+    with fanin.Relay(addresses) as cache:
+        step = sync_by_relay(updater, trainer, cache)
+        check(trainer, model)
+    # SGLang's end of an update makes something else of them.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    whole = {name: torch.zeros_like(value) for name, value in trainer.tensors.items()}
+    with fanin.Relay(addresses) as other:
+        other.pull_into("full:0", whole, step=step, timeout=30.0)
+        assert other.stats()["bytes_from_relays"] == 0
+    assert all(torch.equal(whole[name], trainer.tensors[name]) for name in whole)
+
+
+def test_relays_that_cannot_be_are_done_without(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is torn: the trainer is read alone, and the log says why."""
+    monkeypatch.setenv("FANIN_RELAY", "10.254.0.0/16")
+    model = StandIn()
+    updater = Updater(model)
+    trainer.commit(1)
+    assert updater.sync(trainer.request(1)) == ""
+    check(trainer, model)
+    assert "not in the network 10.254.0.0/16" in caplog.text
+    assert "name the network of the fleet's hosts" in caplog.text
 
 
 def test_parameters_that_lie_elsewhere_are_found_again(trainer: Trainer) -> None:
@@ -624,6 +683,17 @@ def test_what_is_held_is_what_is_trained(trainer: Trainer, monkeypatch: pytest.M
     assert told["unseen"] == ["layers.0.experts", "layers.1.qkv_proj"]
     assert "layers.1.k_proj.weight" in told["untold"]
     assert "layers.0.experts.3.down_proj.weight" in told["untold"]
+
+
+def test_what_a_relay_has_forged_is_not_what_is_trained(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FANIN_RELAY", "host")
+    model = StandIn()
+    with fanin.Relay(list(trainer.request(0).trainer)) as liar:
+        step = sync_by_relay(Updater(model), trainer, liar, forged="layers.1.o_proj.weight")
+        (found,) = differences(trainer, holds(model, step))
+    assert found == "layers.1.o_proj.weight: other values than those that are trained (F32)"
 
 
 def test_what_has_no_digests(trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fanin.errors import RequestError, StateError
-from fanin.torch import WeightServer, _packed4
+from fanin.torch import WeightServer, _packed4, _transform
 from merged import fits_in_half, four_bits, packed, pulled, rounded, same, unpacked, with_adapter
 from test_torch_merge import run
 from worlds import World
@@ -71,6 +71,17 @@ def test_fp8_of_what_is_dequantized() -> None:
     same(got, rounded(unpacked(model), got))
 
 
+@pytest.mark.parametrize("how", KINDS[:2], ids=str)  # of FP4 the sign of zeros is not told
+def test_fp8_of_a_part_at_a_time(how: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_transform.Cut.__new__, "__defaults__", (1 << 15,))
+    model = four_bits(*how)
+    with serve(model, quantize="fp8") as server:
+        server.publish(0)
+        got = pulled(server)
+        assert fits_in_half(server, got) == 2 * 128 * 200 < 2 * 136 * 200
+    same(got, rounded(unpacked(model), got))
+
+
 def lost() -> Any:
     model = four_bits()
     for module in model.modules():
@@ -94,10 +105,25 @@ def eight_bits() -> Any:
     return with_adapter(model, r=2, target_modules=["q_proj"])
 
 
+def adapted_eight_bits() -> Any:
+    import bitsandbytes as bnb
+
+    base = packed("bfloat16", "nf4", True)
+    base.model.layers[0].mlp.up_proj = bnb.nn.Linear8bitLt(136, 200, bias=False)
+    base.is_loaded_in_8bit = True
+    return with_adapter(base, r=2, target_modules=["up_proj"])
+
+
 REFUSED = {
     "no state": (lost, StateError, "without its quant_state", "before it is sharded"),
     "packed anew": (for_inference, StateError, "packed anew for inference", "train()"),
     "8 bits": (eight_bits, RequestError, "up_proj.weight' .* Linear8bitLt", "dequantize"),
+    "8 bits with LoRA": (
+        adapted_eight_bits,
+        RequestError,
+        "layers.0.mlp.up_proj' is PEFT's Linear8bitLt",
+        "AdapterServer",
+    ),
 }
 
 

@@ -90,16 +90,17 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 class Place:
-    """One rank that publishes, and the engine's configuration."""
+    """One rank that publishes, and the engine's configuration. how: of its commits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **how: Any) -> None:
+        self.how = how
         self.entries = checkpoint(FAMILIES["qwen3"].configuration())
         self.first = values(self.entries)
         self.engine = Engine(folder, FAMILIES["qwen3"], Layout(1))
         self.now = at_step(self.first, 0)
         self.server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1)
         self.server.put("full:0", [fanin.shard_of(n, t) for n, t in self.now.items()])
-        self.server.commit("full:0", 1)
+        self.server.commit("full:0", 1, **how)
         self.trainer = Trainer(Source.of(f"127.0.0.1:{self.server.port}"), "full:0")
 
     def publish(self, step: int) -> None:

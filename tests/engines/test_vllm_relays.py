@@ -6,66 +6,17 @@ One fleet for the file. The tests run in order, each on what the earlier ones le
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import re
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fanin.sync import Registry
-from full_models import save_full_model
-from full_trainer import FullTrainer
-from vllm_server import VllmServer
-
-BACKEND = ("--weight-transfer-config", '{"backend": "fanin"}', "--dtype", "bfloat16")
-PROMPT = [5, 9, 13, 17, 21]
-
-
-class Fleet:
-    def __init__(self, scratch: Path) -> None:
-        wide = {"intermediate_size": 32768}  # else all is read before the others are found
-        self.model = save_full_model(scratch / "model", "qwen3", tied=True, **wide)
-        self.trainer = FullTrainer(self.model, scratch / "run", world_size=2)
-        self.engines = [self.engine(scratch / name) for name in ("one", "two")]
-        self.trainer.wait_ready()
-        for engine in self.engines:
-            engine.wait_ready()
-        self.registry = Registry(str(self.trainer.info), timeout=120)
-        for engine, group in zip(self.engines, ("first", "second"), strict=True):
-            self.registry.add(engine.url, group=group)
-
-    def engine(self, place: Path) -> VllmServer:
-        place.mkdir()
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "FANIN_RELAY": "host"}
-        return VllmServer(self.model, place, *BACKEND, environment=environment, adapters=False)
-
-    def step(self) -> int:
-        return int(self.trainer.step()["step"])
-
-    def answers(self) -> list[Any]:
-        """Tokens with the logarithms of their probabilities, and checksums, of each engine."""
-        told = []
-        for engine in self.engines:
-            body = {**VllmServer.completion("base", PROMPT, 8), "logprobs": 3}
-            choice = engine.ask("POST", "/v1/completions", body)["choices"][0]
-            sums = engine.ask("POST", "/weight_checker", {"action": "checksum"})["checksums"]
-            told.append((choice["text"], choice["logprobs"]["token_logprobs"], sums))
-        return told
-
-    def sync(self, step: int, group: str, **more: Any) -> int:
-        """Percent that came from relays."""
-        result = self.registry.sync(step, group, prefetch=True, verify_served=True, **more)
-        assert result.ok
-        (entry,) = result.results.values()
-        found = re.search(r"with relays \((\d+) %", entry.how)
-        assert found, entry.how
-        return int(found[1])
-
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.stop()
-        self.trainer.close()
+from relay_fleet import RUN, Fleet
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +40,41 @@ def test_they_answer_as_without_relays(fleet: Fleet) -> None:
     assert max(shares) > 0, "relays have brought nothing"
 
 
+@contextlib.contextmanager
+def cache_with(fleet: Fleet, step: int) -> Iterator[None]:
+    """A host's cache, once it has the step."""
+    command = [os.environ["NIXL_FETCH"], "relay", str(fleet.trainer.info), RUN, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as cache:
+        assert cache.stdout is not None
+        try:
+            while json.loads(cache.stdout.readline())["step"] < step:
+                pass
+            yield
+        finally:
+            cache.terminate()
+    assert cache.returncode == 0
+
+
+def test_a_cache_has_the_step_for_who_comes_later(fleet: Fleet) -> None:
+    step = fleet.step()
+    with cache_with(fleet, step):
+        assert fleet.sync(step, "first") > 90
+
+
 def test_one_that_is_killed_is_read_no_more(fleet: Fleet) -> None:
     step = fleet.step()
     fleet.sync(step, "first")
     os.killpg(fleet.engines[0]._process.pid, signal.SIGKILL)
     fleet.registry.remove(fleet.engines.pop(0).url)
     assert fleet.sync(step, "second") == 0
+
+
+def test_tensor_parallel_workers_take_their_slices_of_a_cache(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, ("workers",), "--tensor-parallel-size", "2")
+    try:
+        for _ in range(2):  # the second one into memory that was planned for
+            step = fleet.step()
+            with cache_with(fleet, step):
+                assert fleet.sync(step, "first") > 90
+    finally:
+        fleet.close()

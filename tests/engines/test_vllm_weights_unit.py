@@ -227,7 +227,7 @@ class Launch:
 class OneTensor:
     """What a shadow is to what reads ahead."""
 
-    bytes, place = 16, "cpu"
+    bytes, holds, place = 16, 16, "cpu"
 
     def __init__(self) -> None:
         self.read, self.model = torch.zeros(4), torch.zeros(4)

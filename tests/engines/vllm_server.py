@@ -26,7 +26,9 @@ VOCABULARY = 256
 RANK = 8
 ALPHA = 16
 LONGEST = 65536  # tokens of prompt and answer
-READY_WITHIN = 240.0
+#: How much longer than elsewhere all takes here.
+SLOWNESS = float(os.environ.get("FANIN_TEST_SLOWNESS", "1"))
+READY_WITHIN = 240.0 * SLOWNESS
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -268,6 +269,24 @@ def join_world(options: dict[str, Any], backend: str = "gloo") -> tuple[int, int
         timeout=datetime.timedelta(seconds=PATIENCE),
     )
     return rank, size
+
+
+def run_cases(cases: collections.abc.Mapping[str, Any]) -> None:
+    """A rank's whole life: it runs those of *cases* that the test names, and tells what each
+    raised."""
+    import torch.distributed as dist
+
+    control = Control()
+    join_world(json.loads(sys.argv[1]))
+    control.say("ready")
+    while (command := control.hear())["event"] != "exit":
+        try:
+            cases[command["case"]](*command["arguments"], **command.get("options", {}))
+        except BaseException:
+            control.say("done", error=traceback.format_exc())
+        else:
+            control.say("done", error=None)
+    dist.destroy_process_group()
 
 
 # --------------------------------------------------------------------- adapters compared

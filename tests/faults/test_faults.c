@@ -14,10 +14,6 @@
 #include "socket.h"
 #include "testing.h"
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define RANKS 4
 #define VICTIM 1

@@ -6,12 +6,13 @@
    on the Unix socket, and by cma, as the second. Second byte: bit 0: the reader has two threads; 1:
    it waits in vain for a step first; 2: the link stays as it is afterwards, but alters
    nothing more, instead of closing what it has altered; then it does not know checksums either; 3:
-   the ranks' memory
-   is a CUDA device's, and read by cuda_ipc instead of cma; 4: the reader's is. Whatever comes of
-   it, calls end, with a reason if they fail; they write where they were told to; what they bring is
-   one step unless the link lied and knew how to be believed; nothing of that reader stays with the
-   ranks; another reader gets what they hold, and so does this one once the link is honest; no
-   device reads or writes what is not there. */
+   the ranks' memory is a CUDA device's, and read by cuda_ipc instead of cma; 4: the reader's is; 5:
+   it pulls three times into memory that stays as it is between them, by patches where it can.
+   Whatever comes of it, calls end, with a reason if they fail; they write where they were told to;
+   what they bring is one step unless the link lied and knew how to be believed; nothing of that
+   reader stays with the ranks; another reader gets what they hold, and so does this one once the
+   link is honest; no device reads or writes what is not there. */
+#include "changes.h"
 #include "clock.h"
 #include "ends.h"
 #include "fuzz.h"
@@ -195,14 +196,22 @@ static fanin_status connect_reader(const scene *s, fanin_client *reader,
 
 enum { PULL, PULL_VERIFIED, PULL_IN_PARTS, LIST, STATS, WATCH, ADAPTER, MODEL };
 
-static fanin_status call(const scene *s, fanin_client *reader, int what, bool waits,
-                         landing *to, fanin_error *error)
+/* Each may fail. */
+static fanin_status pull_changes(fanin_client *reader, changes *c, bool verify,
+                                 fanin_error *error)
 {
-    fanin_status status = connect_reader(s, reader, error);
-    if (status != FANIN_OK)
-        return status;
-    if (waits)
-        wait_in_vain(reader, to, error);
+    fanin_status status = FANIN_OK;
+    for (int i = 0; i < 3; i++) {
+        status = changes_pull(reader, c, verify, CALL_MS, error);
+        if (status == FANIN_OK && !c->doubted)
+            changes_check(c);
+    }
+    return status;
+}
+
+static fanin_status call(fanin_client *reader, int what, landing *to,
+                         fanin_error *error)
+{
     switch (what) {
     case LIST:
         return list(reader, error);
@@ -236,8 +245,19 @@ static fanin_status pull_again(const scene *s, fanin_client *reader,
     return status;
 }
 
+/* The link alters nothing: whatever was here, what comes is right. */
+static void check_changes(fanin_client *reader, changes *c, uint64_t step)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (!c->into)
+        return;
+    check(changes_pull(reader, c, c->doubted, CALL_MS, &error) == FANIN_OK);
+    check(c->step == step);
+    changes_check(c);
+}
+
 /* By a link that has closed what it had altered. */
-static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
+static void check_recovers(scene *s, fanin_client *reader, uint64_t step, changes *c)
 {
     landing to = {.on_device = s->lands_on_device};
     lying_link_serve(&s->between, reader, (edits){0}, LINK_BY_TCP, false);
@@ -248,11 +268,12 @@ static void check_recovers(scene *s, fanin_client *reader, uint64_t step)
         status = pull_again(s, reader, CALL_MS, &to);
     check(status == FANIN_OK && to.step == step);
     landing_check(&to);
+    check_changes(reader, c, step);
     lying_link_end(&s->between);
 }
 
 /* By one that has not, and alters nothing more. */
-static void check_goes_on(scene *s, fanin_client *reader, uint64_t step)
+static void check_goes_on(scene *s, fanin_client *reader, uint64_t step, changes *c)
 {
     landing to = {.on_device = s->lands_on_device};
     deadline soon = deadline_in_ms(MOST_MS);
@@ -260,6 +281,7 @@ static void check_goes_on(scene *s, fanin_client *reader, uint64_t step)
         check(!deadline_passed(soon));
     check(to.step == step);
     landing_check(&to);
+    check_changes(reader, c, step);
     lying_link_end(&s->between);
 }
 
@@ -296,13 +318,20 @@ static lying lying_of(const scene *s, const uint8_t *data, size_t size)
 }
 
 static void check_call(scene *s, fanin_client *reader, const uint8_t head[HEAD],
-                       const lying *l)
+                       const lying *l, changes *c)
 {
+    c->doubted = l->believed && edits_lie(l->lies);
     landing to = {.on_device = s->lands_on_device};
     fanin_error error = FANIN_ERROR_INIT;
     lying_link_serve(&s->between, reader, l->lies, l->kind, l->stays);
     deadline soon = deadline_in_ms(MOST_MS);
-    fanin_status status = call(s, reader, head[0] & 7, head[1] & 2, &to, &error);
+    fanin_status status = connect_reader(s, reader, &error);
+    if (status == FANIN_OK && head[1] & 2)
+        wait_in_vain(reader, &to, &error);
+    if (status == FANIN_OK && c->into)
+        status = pull_changes(reader, c, (head[0] & 7) == PULL_VERIFIED, &error);
+    else if (status == FANIN_OK)
+        status = call(reader, head[0] & 7, &to, &error);
     check(!deadline_passed(soon));
     if (l->stays)
         lying_link_mend(&s->between);
@@ -310,7 +339,7 @@ static void check_call(scene *s, fanin_client *reader, const uint8_t head[HEAD],
         lying_link_end(&s->between);
     check(status == FANIN_OK || error.message[0] != '\0');
     check(status == FANIN_OK || l->lies.size > 0);
-    if (to.step > 0 && !(l->believed && edits_lie(l->lies)))
+    if (to.step > 0 && !c->doubted)
         landing_check(&to);
 }
 
@@ -384,12 +413,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     s->lands_on_device = data[1] & 16 && device_is_there();
     const lying l = lying_of(s, data, size);
     fanin_client *reader = make_reader(s, data, l.stays);
-    check_call(s, reader, data, &l);
+    changes c = {.into = NULL};
+    if (data[1] & 32)
+        changes_prepare(&c);
+    check_call(s, reader, data, &l, &c);
     uint64_t step = ranks_settle(s->ranks);
     if (l.stays)
-        check_goes_on(s, reader, step);
+        check_goes_on(s, reader, step, &c);
     else
-        check_recovers(s, reader, step);
+        check_recovers(s, reader, step, &c);
+    changes_end(&c);
     fanin_client_destroy(&reader);
     check(device_mappings() == 0);
     check_other(s, step);

@@ -11,6 +11,8 @@
 #define LEASE_MS 20
 #define HALF_BYTES (BYTES / RANKS)
 #define HALF_ROWS (ROWS / RANKS)
+#define HALF_SLOW (SLOW / RANKS)
+#define PATCHES 4
 
 enum {
     ACT_UPDATE,
@@ -35,7 +37,8 @@ typedef struct held {
     uint64_t step, sessions;
     bool updates;    /* FULL: between its begin and what ends that */
     bool unreadable; /* and behind that, if nothing was published */
-    fanin_box boxes[4];
+    fanin_box boxes[5];
+    uint8_t slow[HALF_SLOW];
     shards here;
     shards *lie; /* here, or on a device, where nobody else touches them */
 } held;
@@ -48,6 +51,15 @@ struct two_ranks {
 uint8_t ranks_byte(uint64_t step, unsigned at)
 {
     return (uint8_t)(at * 7 + step * 31 + 1);
+}
+
+/* One in 97 is another at each step, and stays so for as many. */
+uint8_t ranks_slow_byte(uint64_t step, unsigned at)
+{
+    uint64_t changed = step;
+    while (changed > 0 && (at + 13 * changed) % 97 != 3)
+        changed--;
+    return (uint8_t)(at * 5 + changed * 29);
 }
 
 float ranks_element(uint64_t step, unsigned row, unsigned column)
@@ -92,6 +104,19 @@ static void begin(held *r)
     scribble(r);
 }
 
+static void publish_changes(held *r, uint64_t step)
+{
+    fanin_commit_options o;
+    fanin_commit_options_init(&o, sizeof o);
+    o.flags = FANIN_COMMIT_SNAPSHOT;
+    o.deltas = PATCHES;
+    if (step > 1)
+        check(fanin_server_begin_update(r->server, CHANGES, NULL) == FANIN_OK);
+    for (unsigned i = 0; i < HALF_SLOW; i++)
+        r->slow[i] = ranks_slow_byte(step, r->rank * HALF_SLOW + i);
+    check(fanin_server_commit(r->server, CHANGES, step, &o, NULL) == FANIN_OK);
+}
+
 static void publish(held *r, uint64_t step)
 {
     unsigned rank = r->rank;
@@ -102,6 +127,7 @@ static void publish(held *r, uint64_t step)
             ranks_element(step, rank * HALF_ROWS + i / COLUMNS, i % COLUMNS);
     write_shards(r);
     check(fanin_server_commit(r->server, FULL, step, NULL, NULL) == FANIN_OK);
+    publish_changes(r, step);
     r->step = step;
     r->updates = r->unreadable = false;
 }
@@ -168,6 +194,15 @@ uint64_t ranks_settle(two_ranks *t)
 
 /* -------------------------------------------------------------------- start */
 
+static fanin_tensor vector(const char *name, uint64_t bytes, void *half, held *r,
+                           fanin_box *box)
+{
+    fanin_tensor t = make_tensor(name, FANIN_DTYPE_U8, bytes, 0, box, half);
+    box->offset[0] = r->rank * bytes / RANKS;
+    box->extent[0] = bytes / RANKS;
+    return t;
+}
+
 static void put(held *r, const char *publication, const fanin_tensor tensors[2],
                 const fanin_pair *metadata, size_t n)
 {
@@ -190,17 +225,16 @@ static void start(held *r, const char *secret_file)
     config.world_size = RANKS;
     config.secret_file = secret_file;
     r->server = make_server(&config, r->address, sizeof r->address);
-    fanin_tensor bytes =
-        make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &r->boxes[0], r->lie->bytes);
-    r->boxes[0].offset[0] = rank * HALF_BYTES;
-    r->boxes[0].extent[0] = HALF_BYTES;
-    const fanin_tensor full[] = {bytes, matrix_of(r)};
+    const fanin_tensor full[] = {vector("bytes", BYTES, r->lie->bytes, r, &r->boxes[0]),
+                                 matrix_of(r)};
+    const fanin_tensor slow = vector("slow", SLOW, r->slow, r, &r->boxes[4]);
     const fanin_tensor lora[] = {part("model.q.lora_A.weight", rank, ROWS, COLUMNS,
                                       r->lie->adapter, &r->boxes[2]),
                                  part("model.q.lora_B.weight", rank, COLUMNS, ROWS,
                                       r->lie->adapter, &r->boxes[3])};
     put(r, FULL, full, metadata + 2, 1);
     put(r, LORA, lora, metadata, 2);
+    check(fanin_server_put(r->server, CHANGES, &slow, 1, false, NULL) == FANIN_OK);
     publish(r, 1);
     check(fanin_server_commit(r->server, LORA, 1, NULL, NULL) == FANIN_OK);
 }

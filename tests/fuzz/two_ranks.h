@@ -3,8 +3,9 @@
  * @file
  * Two ranks in this process and their trainer, which acts when it is told to. Of the publication
  * FULL each holds one half of "bytes" and of "matrix", which are others at each step; of LORA, an
- * adapter that stays, one half of a pair. All of it lies on the host or on a device. Whatever fails
- * ends the process.
+ * adapter that stays, one half of a pair. All of it lies on the host or on a device. CHANGES is
+ * published with FULL, as copies on the host with patches: one half of "slow", of which a few bytes
+ * are others. Whatever fails ends the process.
  */
 #ifndef TWO_RANKS_H
 #define TWO_RANKS_H
@@ -15,7 +16,9 @@
 #define MOST_MS 20000 /**< for what takes milliseconds, on a machine that others use */
 #define FULL "full:0"
 #define LORA "lora:0"
+#define CHANGES "full:1"
 #define BYTES 700
+#define SLOW 2000
 #define ROWS 8
 #define COLUMNS 16
 
@@ -38,6 +41,7 @@ void ranks_act(void *ranks, uint16_t number);
 uint64_t ranks_settle(two_ranks *t);
 
 uint8_t ranks_byte(uint64_t step, unsigned at);
+uint8_t ranks_slow_byte(uint64_t step, unsigned at);
 float ranks_element(uint64_t step, unsigned row, unsigned column);
 
 /** Until nothing of other readers is left with the ranks than at the first call. */

@@ -92,6 +92,16 @@ static bool publish(fanin_server *server, const char *name, int device, void *st
            fanin_server_commit(server, name, 1, NULL, error) == FANIN_OK;
 }
 
+enum { ANEW = 2 }; /* and 0 or 1: which publication is committed anew */
+
+static bool commit_anew(fanin_server *server, bool host, uint64_t step,
+                        fanin_error *error)
+{
+    const char *name = host ? "lora:host" : "lora:device";
+    return fanin_server_begin_update(server, name, error) == FANIN_OK &&
+           fanin_server_commit(server, name, step, NULL, error) == FANIN_OK;
+}
+
 /* Writes the port, then a byte for each that it reads: what it is told to alter, it alters without
    saying so. */
 static int serve(int in, int out)
@@ -111,12 +121,17 @@ static int serve(int in, int out)
     uint16_t port = fanin_server_port(server);
     if (write(out, &port, sizeof port) != sizeof port)
         return 1;
-    while (read(in, &order, 1) == 1) {
-        int device = order == 0 ? 0 : HOST;
-        uint8_t *at = memory[order] + ALTERED;
-        bool good = copy(device, stream, &byte, at, 1, &error);
-        byte ^= 1;
-        good = good && copy(device, stream, at, &byte, 1, &error);
+    for (uint64_t step = 2; read(in, &order, 1) == 1; step++) {
+        bool good;
+        if (order >= ANEW) {
+            good = commit_anew(server, order > ANEW, step, &error);
+        } else {
+            int device = order == 0 ? 0 : HOST;
+            uint8_t *at = memory[order] + ALTERED;
+            good = copy(device, stream, &byte, at, 1, &error);
+            byte ^= 1;
+            good = good && copy(device, stream, at, &byte, 1, &error);
+        }
         if (!good || write(out, &order, 1) != 1)
             return 1;
     }
@@ -132,12 +147,17 @@ typedef struct rank {
     uint8_t order; /* which memory is altered: of the device, of the host */
 } rank;
 
+static void order(const rank *r, uint8_t what)
+{
+    uint8_t done;
+    if (write(r->down, &what, 1) != 1 || read(r->up, &done, 1) != 1)
+        abort();
+}
+
 static void alter(void *cookie)
 {
     const rank *r = cookie;
-    uint8_t done;
-    if (write(r->down, &r->order, 1) != 1 || read(r->up, &done, 1) != 1)
-        abort();
+    order(r, r->order);
 }
 
 static fanin_client *connect_to(const char *address, fanin_path path)
@@ -199,7 +219,7 @@ static void check_equal(const rank *r, fanin_path path, int device, uint8_t *mem
     fanin_client_destroy(&client);
 }
 
-/* The rank writes when it is asked for digests. */
+/* The rank writes when it is asked for digests. A new step has none that are kept. */
 static void check_unequal(rank *r, fanin_path path, int device, uint8_t *memory)
 {
     char what[96], detail[600];
@@ -209,6 +229,7 @@ static void check_unequal(rank *r, fanin_path path, int device, uint8_t *memory)
         fanin_client *client = connect_to(proxy.address, path);
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
+        order(r, ANEW + r->order);
         fanin_status status =
             client ? pull(client, r->order == 1, FANIN_DTYPE_F32, memory, &info, &error)
                    : FANIN_ERR_CLOSED;
@@ -219,6 +240,7 @@ static void check_unequal(rank *r, fanin_path path, int device, uint8_t *memory)
                    strcmp(error.key, "floats") == 0,
                what, detail);
         error = (fanin_error)FANIN_ERROR_INIT;
+        order(r, ANEW + r->order);
         status =
             client ? pull(client, r->order == 1, FANIN_DTYPE_F32, memory, &info, &error)
                    : FANIN_ERR_CLOSED;

@@ -4,11 +4,15 @@
 
 A LoRA adapter merged into its base on a GPU: the bytes are those of PEFT's merge_and_unload() on
 the same GPU, for linear layers, an embedding and stacked experts; bases of BF16 and F32, factors of
-both, and products that are rounded to TF32. "fused" says how many kinds of tensors the kernel made
-with PEFT's bytes; the others were made by PEFT's functions. Then how long it takes: LAYERS (default
-8) of what one of eight ranks holds of Qwen3-30B-A3B, rank 16, beside a device copy of what is
-written. "PEFT" is the same without the kernel. Last the kernel alone by sizes of its tiles, beside
-the product alone.
+both, and products that are rounded to TF32; at later steps too, when factors, the scale and
+addresses are others. "fused" says how many kinds of tensors the kernel made with PEFT's bytes; the
+others were made by PEFT's functions.
+
+Then how long it takes: LAYERS (default 8) of what one of eight ranks holds of Qwen3-30B-A3B (48),
+rank 16, beside a device copy of what is written, in turns; medians. "GPU" is a step for which all
+launches wait already, "Python" what the calls take while the GPU is idle and while it is busy,
+"PEFT" the same without the kernel, whose bytes are compared. "FSDP2" is a mesh of one rank, whose
+factors are gathered. Last the kernel alone by sizes of its tiles, beside the product alone.
 
 Needs PyTorch with CUDA, PEFT, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit status
 77 without. A line for each kind and time, and last "N passed, N failed".
@@ -91,38 +95,91 @@ def served(model: Any, quantize: str | None = None) -> Any:
     return server
 
 
+def results(server: Any) -> dict[str, torch.Tensor]:
+    """Each published tensor, where it lies."""
+    torch.cuda.synchronize()
+    return {shard.name: values for shard, _, values in server._runs["full:0"].parameters.held()}
+
+
 def differing(dtype: torch.dtype, wide: bool) -> list[str]:
-    """Names of the tensors that are not PEFT's, bit for bit."""
+    """Names of the tensors that are not PEFT's, bit for bit, of three steps."""
     stacks = [f"experts.{name}" for name in EXPERTS]
-    model = adapted(1, dtype, [*LINEAR, "words"], stacks, wide)
-    wanted = copy.deepcopy(model).merge_and_unload().state_dict()
+    model = adapted(2, dtype, [*LINEAR, "words"], stacks, wide)
+    base = {name: param.clone() for name, param in model.named_parameters() if "lora" not in name}
+    wrong = []
     with served(model) as server:
-        held = {shard.name: values for shard, _, values in server._runs["full:0"].parameters.held()}
-        torch.cuda.synchronize()
-        if held.keys() != wanted.keys():
-            return sorted(held.keys() ^ wanted.keys())
-        return [name for name in wanted if not torch.equal(held[name], wanted[name])]
+        for step in range(3):
+            wanted = copy.deepcopy(model).merge_and_unload().state_dict()
+            server.publish(step + 1)
+            held = results(server)
+            if held.keys() != wanted.keys():
+                return sorted(held.keys() ^ wanted.keys())
+            wrong += [f"{name}@{step}" for name in wanted if not same(held[name], wanted[name])]
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    if "lora_" in name and step == 0:
+                        param.mul_(-1.5)
+                    elif "lora_" in name:
+                        param.data = param.data.flip(0).contiguous()
+            model.base_model.model.l1.q.set_scale("default", 3.0 + step)
+    left = dict(model.named_parameters())
+    return wrong + [f"base {name}" for name, one in base.items() if not same(left[name], one)]
 
 
-def milliseconds(call: Any, repeats: int = 10) -> float:
-    """The median, on the GPU's clock."""
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times[2:])[repeats // 2]
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
+
+
+def milliseconds(call: Any, busy: int = 0) -> tuple[float, float]:
+    """On the GPU's clock, and on the host's until the call returns; busy: cycles for which the GPU
+    does something else first."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if busy:
+        torch.cuda._sleep(busy)
+    started = time.perf_counter()
+    begin.record()
+    call()
+    end.record()
+    held = 1e3 * (time.perf_counter() - started)
+    end.synchronize()
+    return begin.elapsed_time(end), held
+
+
+def median(call: Any, repeats: int = 10) -> float:
+    return sorted(milliseconds(call)[0] for _ in range(repeats + 2))[repeats // 2]
+
+
+BUSY = 200_000_000  # cycles, 0.1 s
+
+
+def sharded(model: Any) -> Any:
+    """By FSDP2, on a mesh of one rank."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    for layer in model.base_model.model.values():
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def timed(
-    layers: int, what: str, targets: list[str], parameters: list[str], quantize: str | None = None
-) -> None:
+    layers: int,
+    what: str,
+    targets: list[str],
+    parameters: list[str],
+    quantize: str | None = None,
+    shard: bool = False,
+) -> bool:
+    """Whether a step makes PEFT's bytes."""
     from fanin.torch import _merge
 
     model = adapted(layers, torch.bfloat16, targets, parameters)
+    if shard:
+        model = sharded(model)
+    torch.cuda.synchronize()
     alone = torch.cuda.memory_allocated()
     with served(model, quantize) as server:
         run = server._runs["full:0"].parameters
@@ -130,25 +187,49 @@ def timed(
         kept = torch.cuda.memory_allocated() - alone
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        merge = milliseconds(run.stages.fill)
-        peak = torch.cuda.max_memory_allocated() - before
-        began = time.perf_counter()
         run.stages.fill()
-        held = 1e3 * (time.perf_counter() - began)
-        can_fuse = _merge.can_fuse
-        _merge.can_fuse = lambda base, left, right: False
-        followed = milliseconds(run.stages.fill)
-        _merge.can_fuse = can_fuse
-        own = {param.data_ptr() for param in model.parameters()}
-        made = [values for _, _, values in run.held() if values.data_ptr() not in own]
-        size = sum(values.numel() * values.element_size() for values in made)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        own = {getattr(one, "_local_tensor", one).data_ptr() for one in model.parameters()}
+        made = {name: one for name, one in results(server).items() if one.data_ptr() not in own}
+        size = sum(values.numel() * values.element_size() for values in made.values())
         source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        copied = milliseconds(lambda: target.copy_(source))
+        columns: dict[str, list[float]] = {}
+        for turn in range(13):
+            step, idle = milliseconds(run.stages.fill)
+            gpu, busy = milliseconds(run.stages.fill, BUSY)
+            copied = milliseconds(lambda: target.copy_(source))[0]
+            told = {
+                "step": step,
+                "GPU": gpu,
+                "idle": idle,
+                "busy": busy,
+                "copy": copied,
+            }
+            for name, value in told.items() if turn > 2 else ():
+                columns.setdefault(name, []).append(value)
+        del source, target
+        mine = {name: values.clone() for name, values in made.items()}
+        can_fuse = _merge.can_fuse
+        _merge.can_fuse = lambda base, factors: False
+        run.transform.release()
+        for layer in (one for those in run.transform._layers.values() for one in those):
+            layer._plans.clear()
+        followed = median(run.stages.fill, 4)
+        _merge.can_fuse = can_fuse
+        torch.cuda.synchronize()
+        wrong = [name for name, values in made.items() if not same(mine[name], values)]
+    at = {name: sorted(values)[len(values) // 2] for name, values in columns.items()}
     print(
-        f"time {what}, {layers} layers: merged {size / 1e6:.0f} MB in {merge:.2f} ms, "
-        f"{merge / copied:.1f} x a device copy ({copied:.2f} ms); the CPU was held {held:.2f} ms; "
-        f"PEFT {followed:.2f} ms; memory kept {kept / 1e6:.0f} MB, temporary {peak / 1e6:.0f} MB"
+        f"{'not ' if wrong else ''}ok time {what}, {layers} layers: {size / 1e6:.0f} MB written; "
+        f"a step {at['step']:.2f} ms, {at['step'] / at['copy']:.2f} x a device copy "
+        f"({at['copy']:.3f} ms); GPU {at['GPU']:.2f} ms, {at['GPU'] / at['copy']:.2f} x; Python "
+        f"{at['idle']:.2f} ms, busy GPU {at['busy']:.2f} ms; PEFT {followed:.2f} ms, "
+        f"{len(wrong)} of {len(made)} tensors differ from its; memory kept {kept / 1e6:.0f} MB, "
+        f"temporary {peak / 1e6:.0f} MB",
+        flush=True,
     )
+    return not wrong
 
 
 def kernels(what: str, experts: int, rows: int, columns: int, rank: int = 16) -> None:
@@ -158,17 +239,36 @@ def kernels(what: str, experts: int, rows: int, columns: int, rank: int = 16) ->
     base = torch.randn(experts, rows, columns, device="cuda").bfloat16()
     left, right = (torch.randn(experts, rank, n, device="cuda") for n in (rows, columns))
     left = left.transpose(1, 2).contiguous().transpose(1, 2) if experts == 1 else left
-    out, product = torch.empty_like(base), torch.empty(experts, rows, columns, device="cuda")
-    copied = milliseconds(lambda: out.copy_(base))
+    out, product = (
+        torch.empty_like(base),
+        torch.empty(experts, rows, columns, device="cuda"),
+    )
+    copied = median(lambda: out.copy_(base))
     turned = left.transpose(1, 2)
-    times = {"product": milliseconds(lambda: torch.bmm(turned, right, out=product))}
+    times = {"product": median(lambda: torch.bmm(turned, right, out=product))}
+    factors = {"A": right, "B": left}
+    plan = _fused.planned(base, factors, {"B": left, "A": right}, True, tuple(base.shape))
+    scale = 1 << 30  # bits of 2.0
+    addresses = (*(one.data_ptr() for one in (base, out, left, right)), scale)
+    table = torch.tensor([addresses]).cuda()
     kept = _fused._ROWS, _fused._COLUMNS, _fused._WARPS
-    for tile in ((64, 128, 4), (64, 64, 4), (32, 128, 4), (128, 128, 8), (64, 256, 8)):
+    tiles = (
+        (64, 128, 4),
+        (64, 64, 4),
+        (32, 128, 4),
+        (128, 128, 8),
+        (64, 256, 8),
+        (64, 128, 8),
+    )
+    wanted = None
+    for tile in (*tiles, (32, 256, 4), (16, 256, 4)):
         _fused._ROWS, _fused._COLUMNS, _fused._WARPS = tile
-        times[str(tile)] = milliseconds(lambda: _fused.fuse(base, left, right, 2.0, True, out))
+        took = median(lambda: _fused._launch(plan.kind, True, table))
+        wanted = out.clone() if wanted is None else wanted
+        times[f"{tile}{'' if same(out, wanted) else ' (OTHER BYTES)'}"] = took
     _fused._ROWS, _fused._COLUMNS, _fused._WARPS = kept
     told = ", ".join(f"{name} {one:.3f} ms ({one / copied:.1f} x)" for name, one in times.items())
-    print(f"kernel {what}: copy {copied:.3f} ms, {told}")
+    print(f"kernel {what}: copy {copied:.3f} ms, {told}", flush=True)
 
 
 def main() -> None:
@@ -178,6 +278,8 @@ def main() -> None:
     from fanin.torch import _fused
 
     failed, kinds = 0, 0
+    limits = _fused._FEW, _fused._HELD
+    _fused._FEW, _fused._HELD = 1 << 20, 4 << 20  # so that there are many launches
     for dtype in (torch.bfloat16, torch.float32):
         for wide in (True, False):
             for tf32 in (False, True):
@@ -189,15 +291,22 @@ def main() -> None:
                 print(
                     f"{'not ' if wrong else ''}ok {dtype}, factors of "
                     f"{'F32' if wide else 'the same'}{', TF32' if tf32 else ''}: "
-                    f"{', '.join(wrong) or 'bytes of PEFT'}; fused {sum(fused)} of {len(fused)}"
+                    f"{', '.join(wrong) or 'bytes of PEFT'}; fused {sum(fused)} of {len(fused)}",
+                    flush=True,
                 )
     torch.backends.cuda.matmul.allow_tf32 = False
+    _fused._FEW, _fused._HELD = limits
     layers = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    timed(layers, "attention", list(LINEAR), [])
     stacks = [f"experts.{name}" for name in EXPERTS]
-    timed(layers, "experts", [], stacks)
-    timed(layers, "attention and experts", list(LINEAR), stacks)
-    timed(layers, "attention and experts, then fp8", list(LINEAR), stacks, "fp8")
+    wanted: list[tuple[Any, ...]] = [
+        ("attention", list(LINEAR), []),
+        ("experts", [], stacks),
+        ("attention and experts", list(LINEAR), stacks),
+        ("attention and experts, then fp8", list(LINEAR), stacks, "fp8"),
+        ("attention and experts, FSDP2", list(LINEAR), stacks, None, True),
+    ]
+    for one in wanted:
+        failed, kinds = failed + (not timed(layers, *one)), kinds + 1
     kernels("gate_up", *EXPERTS["gate_up"])
     kernels("q", 1, *LINEAR["q"])
     print(f"{kinds - failed} passed, {failed} failed")

@@ -16,14 +16,16 @@ time.
   lora        Qwen3 with --enable-lora: steps in place of the model beneath vLLM's wrappers
   fp8         Qwen3 that is trained in BF16 and published in fp8 blocks: ten steps in place into an
               engine without an fp8 checkpoint; the judge loads what torch gathers, rounded whole
+  fp8-ue8m0   the same with scales that are powers of two, which DeepGEMM does not round again
+  fp8-moe     the same with Qwen3-MoE and sleep mode; sleep of level 2, then a step
   mla         DeepSeek-V2 (MLA and FusedMoE): steps in place
   large       Qwen3-8B's shapes over HTTP: how long an update holds up the engine, with and without
               reading ahead, beside vLLM's own NCCL engine (alternated) and a copy within the device
 
 Needs two GPUs, vLLM, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit
-status 77 and the reason without. --device cpu rehearses `dense`, `moe`, `fp8` (with
-FANIN_TEST_FP8_KERNEL=) and `large`, in small and without graphs, with vLLM's build for CPUs. The
-last line is "N passed, N failed".
+status 77 and the reason without. --device cpu rehearses `dense`, `moe`, `fp8` and `fp8-ue8m0`
+(with FANIN_TEST_FP8_KERNEL=) and `large`, in small and without graphs, with vLLM's build for CPUs;
+of `fp8-moe`, whose kernels no CPU has, what is published. The last line is "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -277,7 +279,8 @@ class Part:
         self.scratch.mkdir()
         self.stack = contextlib.ExitStack()
         self.judges = 0
-        self.rounded = False
+        #: How the trainer quantizes, as it tells it; None: it does not.
+        self.quantization: dict[str, Any] | None = None
 
     def say(self, text: str) -> None:
         print(f"        {self.name}: {text}", flush=True)
@@ -290,10 +293,10 @@ class Part:
     def file(self, trainer: Any, step: int) -> Path:
         """What torch has gathered of that step; rounded to fp8 if the trainer rounds it."""
         gathered = Path(trainer.record(step))
-        if not self.rounded:
+        if self.quantization is None:
             return gathered
         to = self.scratch / f"fp8-{step}"
-        return to if to.exists() else rounded(gathered, to)
+        return to if to.exists() else rounded(gathered, to, self.quantization)
 
     def plain(self, options: dict[str, Any]) -> dict[str, Any]:
         """What an engine takes: on a CPU, nothing about graphs and memory."""
@@ -459,60 +462,113 @@ def lora(part: Part) -> None:
     run_model(part, part.model("qwen3", **DENSE), options, lambda *_: None)
 
 
-def fp8(part: Part) -> None:
+def fp8(
+    part: Part,
+    kind: str = "qwen3",
+    fields: dict[str, Any] | None = None,
+    quantize: Any = "fp8",
+    sleeps: bool = False,
+) -> None:
     """The trainer has BF16 and publishes fp8; the engine has no fp8 checkpoint at its start."""
+    import fanin
     from full_models import save_full_model
-    from quantized import BLOCK
 
-    part.rounded = True
-    options = {"compilation_config": GRAPHS, "hf_overrides": {"quantization_config": BLOCK}}
-    model = save_full_model(part.scratch / "model", "qwen3", **SMALL_FP8)
-    first = rounded(model, part.scratch / "fp8-start")
-    trainer = part.trainer(model, server={"quantize": "fp8"}, record=True)
-    engine = part.engine(model, load_format="dummy", **options)
-    judge = part.judge(first, True, {"compilation_config": GRAPHS})
-    for one in (trainer, engine, judge):
+    model = save_full_model(part.scratch / "model", kind, **(fields or SMALL_FP8))
+    trainer = part.trainer(model, server={"quantize": quantize}, record=True)
+    with fanin.Client(trainer.wait_ready().addresses) as client:
+        part.quantization = json.loads(client.metadata("full:0")["quantization"])
+    if kind == "qwen3-moe" and not part.gpu:
+        published_as_rounded(part, trainer)
+        return
+    options: dict[str, Any] = {"compilation_config": GRAPHS, "enable_sleep_mode": sleeps}
+    told = {"hf_overrides": {"quantization_config": part.quantization}}
+    first = rounded(model, part.scratch / "fp8-start", part.quantization)
+    engine = part.engine(model, load_format="dummy", **options, **told)
+    judge = part.judge(first, True, options)
+    for one in (engine, judge):
         one.wait_ready()
     failure = engine.init(str(trainer.info), timeout=60)
     assert not failure, failure
     part.steps_in_place(trainer, engine, judge, 10)
+    if sleeps:
+        asleep(part, trainer, engine, judge)
     assert engine.ask("replays") > 0 or not part.gpu, "no CUDA graph was replayed"
     part.say(f"fanin.check.weights: {engine.check(trainer.published)}")
-    part.loaded_anew(trainer, engine, {"compilation_config": GRAPHS}, True)
+    part.loaded_anew(trainer, engine, options, True)
 
 
-def rounded(source: Path, to: Path) -> Path:
-    """The model as whole matrices of fp8, by the tests' own rule."""
+def fp8_ue8m0(part: Part) -> None:
+    fp8(part, quantize={"quant_method": "fp8", "scale_fmt": "ue8m0"})
+
+
+def fp8_moe(part: Part) -> None:
+    fp8(part, "qwen3-moe", MOE, sleeps=True)
+
+
+def rounded(source: Path, to: Path, told: dict[str, Any]) -> Path:
+    """The model as whole matrices of fp8, by the tests' own rule; told: the trainer's list of
+    modules that stay, and whether scales are powers of two."""
     import shutil
 
-    from quantized import BLOCK, whole_in_fp8
+    from quantized import whole_in_fp8
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, to)
-    found = whole_in_fp8(load_file(source / "model.safetensors"), "_scale_inv")
+    tensors = load_file(source / "model.safetensors")
+    stay = {f"{module}.weight" for module in told["modules_to_not_convert"]}
+    found = {name: one for name, one in tensors.items() if name in stay}
+    rest = {name: one for name, one in tensors.items() if name not in stay}
+    found |= whole_in_fp8(rest, "_scale_inv", powers=told.get("scale_fmt") == "ue8m0")
     save_file(found, to / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((to / "config.json").read_text()) | {"quantization_config": BLOCK}
+    config = json.loads((to / "config.json").read_text()) | {"quantization_config": told}
     (to / "config.json").write_text(json.dumps(config))
     return to
+
+
+def published_as_rounded(part: Part, trainer: Any) -> None:
+    """What a reader gets is what the judge would load, byte by byte."""
+    import fanin
+    import torch
+    from merged import DTYPES
+    from safetensors.torch import load_file
+
+    for _ in range(2):
+        step = int(trainer.step(record=True)["step"])
+        wanted = load_file(part.file(trainer, step) / "model.safetensors")
+        with fanin.Client(trainer.addresses) as client:
+            found = client.catalog("full:0")
+            into = {one.name: torch.empty(one.shape, dtype=DTYPES[one.dtype]) for one in found}
+            client.pull_into("full:0", into, step=step, timeout=60)
+        assert into.keys() == wanted.keys(), sorted(into.keys() ^ wanted.keys())[:8]
+        for name, one in wanted.items():
+            assert torch.equal(into[name].view(torch.uint8), one.view(torch.uint8)), name
+    eights = sum(one.dtype is torch.float8_e4m3fn for one in into.values())
+    part.say(f"{eights} of {len(into)} tensors are fp8, with the bytes of the whole ones")
 
 
 def moe(part: Part) -> None:
     options = {"compilation_config": GRAPHS, "enable_sleep_mode": True}
 
     def then(trainer: Any, engine: Any, judge: Any) -> None:
-        before = engine.ask("addresses")
-        if part.gpu:
-            engine.good("sleep", 2)
-            engine.good("wake_up", ["weights"])
-        step = int(trainer.step(record=True)["step"])
-        engine.pull(step)
-        if part.gpu:
-            engine.good("wake_up", ["kv_cache"])
-        follow(trainer, engine, judge)
-        check_addresses(part, before, engine.ask("addresses"))
-        part.say(f"asleep at level 2, woken, filled with step {step}; {engine.ways()[-1]}")
+        asleep(part, trainer, engine, judge)
 
     run_model(part, part.model("qwen3-moe", **MOE), options, then)
+
+
+def asleep(part: Part, trainer: Any, engine: Any, judge: Any) -> None:
+    """A step fills an engine that has lost its weights."""
+    before = engine.ask("addresses")
+    if part.gpu:
+        engine.good("sleep", 2)
+        engine.good("wake_up", ["weights"])
+    step = int(trainer.step(record=True)["step"])
+    engine.pull(step)
+    if part.gpu:
+        engine.good("wake_up", ["kv_cache"])
+    judge.ask("load", model=str(part.file(trainer, step)), options={})
+    compare(step, engine, judge)
+    check_addresses(part, before, engine.ask("addresses"))
+    part.say(f"asleep at level 2, woken, filled with step {step}; {engine.ways()[-1]}")
 
 
 def moe_tp2(part: Part) -> None:
@@ -758,11 +814,13 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "moe-tp2": moe_tp2,
     "lora": lora,
     "fp8": fp8,
+    "fp8-ue8m0": fp8_ue8m0,
+    "fp8-moe": fp8_moe,
     "mla": mla,
     "large": large,
 }
 ALONE = {"large"}
-ON_CPU = {"dense", "moe", "fp8", "large"}
+ON_CPU = {"dense", "moe", "fp8", "fp8-ue8m0", "fp8-moe", "large"}
 
 
 def one_part(name: str, scratch: Path, options: argparse.Namespace, told: dict[str, Any]) -> bool:

@@ -4,18 +4,7 @@
 
 # shellcheck disable=SC2154 # of pulls.bash
 
-bats_require_minimum_version 1.5.0
-
-setup()
-{
-    load pulls
-    setup_pulls
-}
-
-teardown()
-{
-    teardown_pulls
-}
+load pulls
 
 # bounded PLACE BYTES PATH: a pull to PLACE/PATH that takes no more memory than the adapter and 64 MiB.
 bounded()

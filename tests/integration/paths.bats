@@ -5,18 +5,7 @@
 
 # shellcheck disable=SC2154 # of pulls.bash
 
-bats_require_minimum_version 1.5.0
-
-setup()
-{
-    load pulls
-    setup_pulls
-}
-
-teardown()
-{
-    teardown_pulls
-}
+load pulls
 
 # reasons TEXT: the result and each of its ranks give this reason.
 reasons()

@@ -10,27 +10,24 @@ load ../cli/ranks
 support=$FANIN_SOURCE_DIR/tests/support
 file=adapter_model.safetensors
 
-# setup_pulls [DIRECTORY]: a test's own folder with nothing of an earlier test, and own ranks.
-setup_pulls()
+setup()
 {
     "$FANIN_TEST_PYTHON" -c 'import numpy, safetensors, xxhash' 2>/dev/null ||
         skip "the packages numpy, safetensors and xxhash are missing; tools/setup installs them"
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_UCX_LIBRARY
-    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
-    cd "$BATS_TEST_TMPDIR" || return 1
-    ranks_pid=
+    set_up
+    unset FANIN_UCX_LIBRARY
     proxy_pid=
     memory=
 }
 
-teardown_pulls()
+teardown()
 {
-    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
+    end_ranks
     [ -z "$proxy_pid" ] || kill -KILL "$proxy_pid" 2>/dev/null || true
     [ -z "$memory" ] || rm -rf "$memory"
 }
 
-# Goes to a folder on a tmpfs, which teardown_pulls removes.
+# Goes to a folder on a tmpfs, which teardown removes.
 enter_memory()
 {
     [ "$(stat -f -c %T /dev/shm)" = tmpfs ] || skip "/dev/shm is not a tmpfs"

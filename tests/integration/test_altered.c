@@ -5,7 +5,6 @@
 #include "rank_proxy.h"
 #include "testing.h"
 #include <sched.h>
-#include <string.h>
 
 #define ROWS 60
 #define REQUEST_BYTES ((uint64_t)1 << 20) /* of the client */

@@ -207,6 +207,108 @@ TEST(prepared_destinations_recover)
     check(pull_prepared);
 }
 
+/* ------------------------------------------------------------------ by patches */
+
+#define PATCHED 3 /* of world_lora: 60 KB */
+
+/* A trainer that keeps patches, and a destination that holds a step of it. */
+typedef struct patched {
+    world w;
+    uint64_t step;
+    uint8_t bytes[1 << 16];
+    fanin_client *client;
+    fanin_destination *into;
+} patched;
+
+static bool holds_step(const patched *p, uint64_t step)
+{
+    for (uint64_t i = 0; i < world_bytes(&p->w.tensors[PATCHED]); i++) {
+        if (p->bytes[i] != world_byte(&p->w, PATCHED, step, i))
+            return false;
+    }
+    return true;
+}
+
+static fanin_status pull_patches(patched *p, uint64_t *base, fanin_error *error)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_result_info info = {.struct_size = sizeof info};
+    fanin_result *result = NULL;
+    options.deltas = options.verify = true;
+    fanin_status status =
+        fanin_client_pull_into(p->client, &options, p->into, &result, error);
+    fanin_result_get(result, &info);
+    fanin_result_free(&result);
+    *base = info.base_step;
+    return status;
+}
+
+static void commit_patch(patched *p)
+{
+    world_commit(&p->w, ++p->step);
+}
+
+static void patched_start(patched *p)
+{
+    uint64_t base;
+    *p = (patched){.w = {.snapshots = true, .deltas = 4, .flags = FANIN_SERVER_NO_UCX}};
+    world_begin(&p->w, 2, CUT_CHUNK0, p->step = 1);
+    const world_tensor *t = &p->w.tensors[PATCHED];
+    fanin_box box = {.extent = {t->shape[0], t->shape[1]}, .address = p->bytes};
+    fanin_tensor tensor = world_boxes(t, &box, 1);
+    p->client = world_client(&p->w, FANIN_PATH_STREAM);
+    assert_works(fanin_destination_create(&tensor, 1, &p->into, ERROR));
+    assert_works(pull_patches(p, &base, ERROR));
+    commit_patch(p);
+    assert_works(pull_patches(p, &base, ERROR));
+    assert_int_equal(base, 1);
+}
+
+static void patched_stop(patched *p)
+{
+    fanin_destination_free(&p->into);
+    fanin_client_destroy(&p->client);
+    world_stop(&p->w);
+}
+
+/* The destination holds one step or the next, whichever allocation fails, and the next pull mends
+   the rest. */
+static void check_patches(bool all_after)
+{
+    static patched p;
+    bool failed = true;
+    patched_start(&p);
+    for (long calls = 0; failed; calls++) {
+        fanin_error error = FANIN_ERROR_INIT;
+        uint64_t base;
+        assert_true(calls < CALLS_MOST);
+        commit_patch(&p);
+        failing_memory_start(calls, all_after);
+        fanin_status status = pull_patches(&p, &base, &error);
+        failed = failing_memory_stop();
+        if (status != FANIN_OK && (status != FANIN_ERR_MEMORY || !failed))
+            fail_msg("allocation %ld: %s: %s", calls, fanin_status_name(status),
+                     error.message);
+        if (!holds_step(&p, p.step) &&
+            (status == FANIN_OK || !holds_step(&p, p.step - 1)))
+            fail_msg("allocation %ld: the destination holds no step", calls);
+        if (status != FANIN_OK)
+            assert_works(pull_patches(&p, &base, ERROR));
+        assert_true(holds_step(&p, p.step));
+    }
+    patched_stop(&p);
+}
+
+TEST(patches_recover)
+{
+    check_patches(true);
+}
+
+TEST(patches_of_single_failures)
+{
+    check_patches(false);
+}
+
 TEST(listing_recovers)
 {
     check(list_all);

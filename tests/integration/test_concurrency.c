@@ -11,9 +11,6 @@
 #include "net/client_rules.h"
 #include "testing.h"
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define WORLD 4
 #define PULLS 200 /* and more, at most MOST_PULLS, while the trainer has had no turn */

@@ -7,9 +7,9 @@
 #include "ends.h"
 #include "fake_cuda.h"
 #include "testing.h"
+#include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 
 #define DEVICES 3
 #define OF_DEVICE 1400 /* together more than are told as a whole */

@@ -20,7 +20,6 @@
 #include <stdatomic.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <time.h>
 
 #define SHARDS 40

@@ -8,9 +8,10 @@
 #include "clock.h"
 #include "fetch/half.h"
 #include "lab.h"
+#include "log_catcher.h"
 #include "fetch/pattern.h"
+#include "pull/pull_session.h"
 #include "testing.h"
-#include <cuda.h>
 #include <fanin/safetensors.h>
 #include <pthread.h>
 #include <signal.h>
@@ -45,6 +46,7 @@ static void connect_by(fanin_path path)
     config.no_ucx = false;
     config.path = path;
     config.lost_ms = 2000;
+    config.log = log_catch;
     b.client = connect_client(&config, b.world.address_list, b.order.world_size);
 }
 
@@ -140,23 +142,28 @@ typedef struct outcome {
 static bool in_parts;           /* pulls are sessions now */
 static fanin_destination *into; /* and go there, if it is not NULL */
 
-/* Three reads, of which the last is of what the first has read. */
+/* Reads of every other tensor and of the others, and of some of them again. */
 static fanin_status pull_in_parts(const fanin_pull_options *options, const target *t,
                                   fanin_result **result, fanin_error *error)
 {
     fanin_session *session = NULL;
     size_t n = b.world.tensors.count, half = n / 2;
+    group_run *even = calloc(n, sizeof *even), *odd = even + (n - half);
+    assert_non_null(even);
+    for (size_t i = 0; i < n; i++)
+        (i % 2 ? odd : even)[i / 2] = (group_run){i, 1};
     fanin_status status =
         fanin_client_begin(b.client, options, t->places.wanted, n, &session, error);
     if (status == FANIN_OK)
-        status = fanin_session_read(session, half, n - half, error);
+        status = pull_session_read(session, odd, half, error);
     if (status == FANIN_OK)
-        status = fanin_session_read(session, 0, half, error);
+        status = pull_session_read(session, even, n - half, error);
     if (status == FANIN_OK)
         status = fanin_session_read(session, half, n - half, error);
     if (status == FANIN_OK)
         status = fanin_session_end(&session, result, error);
     fanin_session_abandon(&session);
+    free(even);
     return status;
 }
 
@@ -192,7 +199,7 @@ static fanin_pull_options defaults(void)
     return options;
 }
 
-static outcome pull(const target *t)
+static outcome pull_once(const target *t)
 {
     const fanin_pull_options options = defaults();
     return pull_with(&options, t);
@@ -200,7 +207,7 @@ static outcome pull(const target *t)
 
 static void expect(const target *t, fanin_path path)
 {
-    outcome o = pull(t);
+    outcome o = pull_once(t);
     assert_ok(o.status, o.error);
     if (o.path != path)
         fail_msg("by %s instead of %s: %s", fanin_path_name(o.path),
@@ -281,7 +288,7 @@ CASE(test_mixed_ranks)
     for (int device = HOST; device < 2; device++) {
         target t;
         target_make(&b.world, device, FAKE_CUDA_MALLOC, &t);
-        outcome r = pull(&t);
+        outcome r = pull_once(&t);
         assert_ok(r.status, r.error);
         assert_non_null(strstr(r.ranks, "\"cuda_ipc\""));
         assert_non_null(strstr(r.ranks, "\"cma\""));
@@ -302,7 +309,7 @@ CASE(test_mixed_destinations)
         size_t n = b.world.tensors.count;
         for (size_t i = 0; i < n; i++)
             t[0].places.wanted[i] = t[i % 3].places.wanted[i];
-        outcome r = pull(&t[0]);
+        outcome r = pull_once(&t[0]);
         assert_ok(r.status, r.error);
         for (size_t i = 0; i < n; i++) {
             const tensor_spec *spec = &b.world.tensors.tensors[i];
@@ -538,14 +545,14 @@ static void check_fallback(lab_order order, const char *word)
     target t;
     set_up(order, FANIN_PATH_AUTO);
     target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
-    outcome o = pull(&t);
+    outcome o = pull_once(&t);
     assert_ok(o.status, o.error);
     assert_int_equal(o.path, FANIN_PATH_STREAM);
     assert_says(o.reason, word);
     assert_true(target_is_step(&b.world, &t, 1));
     fanin_client_destroy(&b.client);
     connect_by(FANIN_PATH_CUDA_IPC);
-    o = pull(&t);
+    o = pull_once(&t);
     assert_int_equal(o.status, FANIN_ERR_UNSUPPORTED);
     assert_says(o.error.message, word);
     target_free(&t);
@@ -574,7 +581,7 @@ CASE(test_invisible_device)
 
 static void expect_refused(const target *t, size_t index, const char *words)
 {
-    outcome o = pull(t);
+    outcome o = pull_once(t);
     assert_int_equal(o.status, FANIN_ERR_ARGUMENT);
     assert_says(o.error.message, words);
     assert_non_null(strstr(o.error.key, t->places.wanted[index].name));
@@ -624,7 +631,7 @@ CASE(test_prepared_memory_moves)
         expect(&t, FANIN_PATH_CUDA_IPC);
         expect(&t, FANIN_PATH_CUDA_IPC);
         fake_cuda_free(t.memory);
-        outcome o = pull(&t);
+        outcome o = pull_once(&t);
         assert_int_equal(o.status, FANIN_ERR_ARGUMENT);
         uint8_t *again = fake_cuda_alloc(!device, t.places.size, FAKE_CUDA_MALLOC);
         assert_ptr_equal(again, t.memory);
@@ -765,15 +772,17 @@ CASE(test_rank_dies)
     }
 }
 
-/* The last test: a device fails in the middle of a pull. */
-CASE(test_device_fails)
+/* A device fails in the middle of a pull. One by cuda_ipc is tried again by a stream, one by a
+   stream no more. The other device works. */
+static void device_fails(fanin_path asked, fanin_path path)
 {
     target t, other;
-    set_up(order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
+    set_up(order_of(RANKS, 0, 0), asked);
     target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
     target_make(&b.world, 0, FAKE_CUDA_MALLOC, &other);
-    expect(&t, FANIN_PATH_CUDA_IPC);
-    expect(&other, FANIN_PATH_CUDA_IPC);
+    expect(&t, path);
+    expect(&other, path);
+    log_listen("restart");
     fake_cuda_hold_kernel(1, 3);
     puller p = {.target = &t};
     pull_start(&p);
@@ -782,9 +791,9 @@ CASE(test_device_fails)
     assert_int_equal(pthread_join(p.thread, NULL), 0);
     assert_int_equal(p.outcome.status, FANIN_ERR_TRANSPORT);
     assert_says(p.outcome.error.message, "CUDA_ERROR_LAUNCH_FAILED");
+    log_expect(path == FANIN_PATH_CUDA_IPC, "");
     memset(other.bytes, 0, other.places.size);
-    /* The other device works. */
-    outcome o = pull(&other);
+    outcome o = pull_once(&other);
     assert_ok(o.status, o.error);
     assert_true(target_is_step(&b.world, &other, 1));
     fanin_client_destroy(&b.client);
@@ -794,6 +803,13 @@ CASE(test_device_fails)
     target_free(&other);
     rank_world_free(&b.world);
     lab_stop(&b.lab);
+}
+
+/* The last test. */
+CASE(test_device_fails)
+{
+    device_fails(FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC);
+    device_fails(FANIN_PATH_STREAM, FANIN_PATH_STREAM);
 }
 
 static int open_lab(void **state)

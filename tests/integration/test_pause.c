@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Pulls from trainers whose memory is away for a while: what fails and how soon, which replicas
-   suffice, what is served afterwards. */
+/* Trainers whose memory is away for a while: what can be looked at, what is served afterwards. What
+   fails and how soon is told by test_server_pause.c and test_agree.c. */
 #include "ends.h"
 #include "local_world.h"
-#include "rank_proxy.h"
 #include "testing.h"
 
 #include <pthread.h>
@@ -40,49 +39,6 @@ static void pause_rank(size_t rank)
 static void resume_rank(size_t rank)
 {
     assert_works(fanin_server_resume(w.ranks[rank].server, RUN, ERROR));
-}
-
-static void expect_step(fanin_client *by, uint64_t step)
-{
-    assert_int_equal(world_pulled(&w, by, FANIN_STEP_NEWEST, 0), step);
-}
-
-static void expect_paused(fanin_client *by, int32_t rank)
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_int_equal(world_pull_step(&w, by, FANIN_STEP_NEWEST, 0, LONG_MS, &error),
-                     FANIN_ERR_PAUSED);
-    assert_int_equal(error.status, FANIN_ERR_PAUSED);
-    assert_int_equal(error.rank, rank);
-    char who[32];
-    snprintf(who, sizeof who, "rank %d", (int)rank);
-    assert_non_null(strstr(error.message, who));
-    assert_non_null(strstr(error.message, RUN " is paused: trainer memory offloaded"));
-    assert_non_null(strstr(error.remedy, "pull again"));
-    assert_string_equal(error.key, RUN);
-}
-
-CASE(test_one_rank)
-{
-    begin(4, CUT_CHUNK0);
-    fanin_client *cold = world_client(&w, FANIN_PATH_STREAM);
-    expect_step(client, 1);
-    pause_rank(3);
-    memset(w.ranks[3].memory, 0xee, w.ranks[3].size);
-    expect_paused(client, 3);
-    expect_paused(cold, 3);
-    world_write(&w, 3, 1);
-    resume_rank(3);
-    expect_step(client, 1);
-    expect_step(cold, 1);
-    fanin_client_destroy(&cold);
-    for (size_t i = 0; i < 4; i++)
-        pause_rank(i);
-    expect_paused(client, 0);
-    for (size_t i = 0; i < 4; i++)
-        resume_rank(i);
-    world_commit(&w, 2);
-    expect_step(client, 2);
 }
 
 static bool see_paused(void *cookie, const fanin_publication_info *info)

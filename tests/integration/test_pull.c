@@ -3,7 +3,6 @@
 #include "testing.h"
 #include "ends.h"
 #include "local_world.h"
-#include <pthread.h>
 
 /* What a test has, and what its client said last. */
 static world w;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Worlds that must be refused. Every refusal has a status that says whose fault it is, and
- * words and fields that name the culprit (rank, address, key) and what to do.
+ * words and fields that name the culprit (rank, address, key) and what to do. Of catalogs that
+ * differ test_tables.c tells, of steps that do not come test_agree.c.
  */
 #include "ends.h"
 #include "testing.h"
@@ -185,13 +186,6 @@ static void expect_of(fanin_status got, fanin_status wanted, const char *words,
 
 /* ------------------------------------------------------------ the worlds */
 
-/* The control: nothing wrong, nothing refused. */
-CASE(test_good)
-{
-    start_good();
-    assert_ok(pull_from(), error);
-}
-
 CASE(test_rank_missing)
 {
     start_good();
@@ -265,70 +259,6 @@ CASE(test_server_name)
     expect_of(try_connect(RANKS, &config), FANIN_ERR_WORLD, "other_job_1", 1);
 }
 
-/* ------------------------------------------------------------- the catalogs */
-
-static void expect_mismatch(const char *words, int32_t rank, const char *key)
-{
-    expect(pull_from(), FANIN_ERR_MISMATCH, words);
-    assert_int_equal(error.rank, rank);
-    assert_string_equal(error.key, key);
-}
-
-CASE(test_key_absent)
-{
-    start_ranks(RANKS, NULL);
-    for (uint32_t i = 0; i < RANKS; i++) {
-        put(i, LORA_B, 10, i * 4, i < 2 ? 4 : 2);
-        if (i != 1)
-            put(i, LORA_A, 8, i * 3, i < 2 ? 3 : 2);
-        commit(i, 1);
-    }
-    expect_mismatch("on rank 0 but not on rank 1", 1, LORA_A);
-}
-
-CASE(test_metadata)
-{
-    static const fanin_pair other[] = {
-        {"base_model_name_or_path", "test/model"}, {"lora_alpha", "16"}, {"r", "8"}};
-    start_ranks(RANKS, NULL);
-    for (uint32_t i = 0; i < RANKS; i++) {
-        put_good(i);
-        if (i == 2)
-            assert_ok(
-                fanin_server_set_metadata(t.servers[i], "lora:0", other, 3, &error),
-                error);
-        commit(i, 1);
-    }
-    expect_mismatch("lora_alpha", 2, "");
-    assert_says(error.message, "ranks 0 and 2");
-}
-
-static void put_typed(uint32_t slot, fanin_dtype dtype, uint64_t rows)
-{
-    fanin_box box;
-    fanin_tensor tensor = make_tensor(LORA_B, dtype, rows, 4, &box, t.memory[slot]);
-    box.offset[0] = slot;
-    box.extent[0] = 1;
-    assert_ok(fanin_server_put(t.servers[slot], "lora:0", &tensor, 1, false, &error),
-              error);
-    commit(slot, 1);
-}
-
-CASE(test_tensors_differ)
-{
-    start_ranks(RANKS, NULL);
-    for (uint32_t i = 0; i < RANKS; i++)
-        put_typed(i, i == 1 ? FANIN_DTYPE_F16 : FANIN_DTYPE_F32, RANKS);
-    expect_mismatch("F32 on rank 0 but F16 on rank 1", 1, LORA_B);
-    stop();
-
-    start_ranks(RANKS, NULL);
-    for (uint32_t i = 0; i < RANKS; i++)
-        put_typed(i, FANIN_DTYPE_F32, i == 2 ? 9 : RANKS);
-    expect_mismatch("ranks 0 and 2", 2, LORA_B);
-    assert_says(error.message, "global shape");
-}
-
 /* ---------------------------------------------------- what the caller asks for */
 
 CASE(test_wrong_wishes)
@@ -353,35 +283,6 @@ CASE(test_wrong_wishes)
 
     /* and after all of that the client still works */
     assert_ok(pull_b(client, NULL), error);
-    fanin_client_destroy(&client);
-}
-
-CASE(test_steps)
-{
-    start_good();
-    for (uint32_t i = 0; i < RANKS; i++)
-        commit(i, 5);
-    fanin_client *client = connected();
-    fanin_pull_options options = any_step();
-    options.rule = FANIN_STEP_EXACT;
-    options.step = 3;
-    expect(pull_b(client, &options), FANIN_ERR_SUPERSEDED, "step 3");
-    assert_says(error.message, "step 5");
-
-    options.step = 6;
-    options.timeout_ms = 2000; /* a busy machine's ranks have said where they are */
-    expect(pull_b(client, &options), FANIN_ERR_TIMEOUT, "step 6");
-    assert_says(error.message, "step 5");
-    assert_true(error.rank >= 0);
-
-    /* One rank that does not follow is named, not one of those that did. */
-    commit(0, 6);
-    commit(2, 6);
-    options.rule = FANIN_STEP_AT_LEAST;
-    expect_of(pull_b(client, &options), FANIN_ERR_TIMEOUT, "rank 1", 1);
-    commit(1, 6);
-    options.timeout_ms = 5000;
-    assert_ok(pull_b(client, &options), error);
     fanin_client_destroy(&client);
 }
 

@@ -1,76 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Readers that hand on what they have read: who brings what, and what they survive. */
 #include "testing.h"
-#include "call.h"
 #include "clock.h"
 #include "ends.h"
 #include "handing.h"
-#include "host.h"
-#include "list.h"
-#include "local_world.h"
-#include "parts.h"
 #include "pull/pull_session.h"
+#include "rank_proxy.h"
+#include "relay_readers.h"
+#include "relay_strikes.h"
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <sys/eventfd.h>
-#include <sys/prctl.h>
 
 #define READERS 3
-#define UNIT 128 /* so that there are many, and a pull takes its time */
+#define READERS_MOST 5
 
 static world w;
-
-typedef struct reader {
-    fanin_relay *relay;
-    fanin_tensor *tensors;
-    fanin_box *boxes;
-    fanin_pull_options options;
-    fanin_error error;
-    fanin_result_info info;
-    char how[160];
-    call call;
-} reader;
-
-static reader readers[READERS];
-
-static void reader_open(reader *r)
-{
-    fanin_client_config client;
-    fanin_relay_config config;
-    fanin_client_config_init(&client, sizeof client);
-    client.lost_ms = 2000;
-    client.path = FANIN_PATH_STREAM;
-    fanin_relay_config_init(&config, sizeof config);
-    config.client = &client;
-    config.unit_bytes = UNIT;
-    r->error = (fanin_error)FANIN_ERROR_INIT;
-    assert_ok(fanin_relay_create(&config, w.address_list, w.size, &r->relay, &r->error),
-              r->error);
-    r->options = make_options(FANIN_STEP_NEWEST, 0);
-    r->tensors = calloc(w.n_tensors, sizeof *r->tensors);
-    r->boxes = calloc(w.n_tensors, sizeof *r->boxes);
-    for (size_t i = 0; i < w.n_tensors; i++) {
-        const world_tensor *t = &w.tensors[i];
-        memcpy(r->boxes[i].extent, t->shape, sizeof r->boxes[i].extent);
-        r->boxes[i].address = malloc(world_bytes(t) + 1);
-        r->tensors[i] = world_boxes(t, &r->boxes[i], 1);
-    }
-}
-
-static void reader_close(reader *r)
-{
-    fanin_relay_destroy(&r->relay);
-    for (size_t i = 0; r->boxes && i < w.n_tensors; i++)
-        free(r->boxes[i].address);
-    free(r->boxes);
-    free(r->tensors);
-    *r = (reader){0};
-}
+static reader readers[READERS_MOST];
 
 static int tear_down(void **state)
 {
-    for (size_t i = 0; i < READERS; i++)
-        reader_close(&readers[i]);
+    for (size_t i = 0; i < READERS_MOST; i++)
+        relay_reader_close(&readers[i]);
     world_stop(&w);
     return 0;
 }
@@ -80,71 +31,9 @@ static int tear_down(void **state)
 static void begin_readers(size_t n)
 {
     world_begin(&w, 2, CUT_CHUNK0, 1);
+    ways_reset(&w);
     for (size_t i = 0; i < n; i++)
-        reader_open(&readers[i]);
-}
-
-static fanin_status relay_pull(void *cookie)
-{
-    reader *r = cookie;
-    fanin_result *result = NULL;
-    fanin_relay_release(r->relay); /* what it holds of the last one is lent */
-    for (size_t i = 0; i < w.n_tensors; i++)
-        memset(r->boxes[i].address, 0xcc, world_bytes(&w.tensors[i]) + 1);
-    fanin_status status = fanin_relay_pull_into(r->relay, &r->options, r->tensors,
-                                                w.n_tensors, &result, &r->error);
-    r->info = (fanin_result_info){.struct_size = sizeof r->info};
-    fanin_result_get(result, &r->info);
-    snprintf(r->how, sizeof r->how, "%s",
-             r->info.path_reason ? r->info.path_reason : "");
-    fanin_result_free(&result);
-    return status;
-}
-
-static void check_bytes(const reader *r, uint64_t step)
-{
-    assert_int_equal(r->info.step, step);
-    assert_memory_equal(r->info.world_id, w.id, sizeof w.id);
-    for (size_t i = 0; i < w.n_tensors; i++) {
-        const uint8_t *bytes = r->boxes[i].address;
-        world_check(&w, i, step, bytes);
-        assert_int_equal(bytes[world_bytes(&w.tensors[i])], 0xcc);
-    }
-}
-
-static void expect_pull(reader *r, uint64_t step)
-{
-    assert_ok(relay_pull(r), r->error);
-    check_bytes(r, step);
-}
-
-static fanin_relay_stats stats_of(const reader *r);
-
-/* Of who is slow to be reached a reader takes nothing: again, until some of it came from others. */
-static fanin_status pull_of_others(reader *r)
-{
-    deadline until = deadline_in_ms(20000);
-    uint64_t before = stats_of(r).bytes_from_relays;
-    fanin_status status;
-    do
-        status = relay_pull(r);
-    while (status == FANIN_OK && stats_of(r).bytes_from_relays == before &&
-           !deadline_passed(until));
-    assert_true(stats_of(r).bytes_from_relays > before);
-    return status;
-}
-
-static void expect_pull_of_others(reader *r, uint64_t step)
-{
-    assert_ok(pull_of_others(r), r->error);
-    check_bytes(r, step);
-}
-
-static fanin_relay_stats stats_of(const reader *r)
-{
-    fanin_relay_stats s = {.struct_size = sizeof s};
-    fanin_relay_get_stats(r->relay, &s);
-    return s;
+        relay_reader_open(&readers[i], 0);
 }
 
 static uint64_t all_bytes(void)
@@ -197,6 +86,22 @@ CASE(a_late_joiner_reads_the_others)
     assert_non_null(strstr(readers[2].how, "relays"));
 }
 
+/* It is dealt duties, which others have. Of a busy machine they are late now and then. */
+CASE(a_late_joiner_spares_the_trainer)
+{
+    int spared = 0;
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    expect_pull(&readers[1], 1);
+    for (int tries = 0; spared < 3 && tries < 20; tries++) {
+        relay_reader_open(&readers[2], 0);
+        expect_pull(&readers[2], 1);
+        spared += stats_of(&readers[2]).bytes_from_origin == 0;
+        relay_reader_close(&readers[2]);
+    }
+    assert_int_equal(spared, 3);
+}
+
 CASE(all_at_once_share_each_step)
 {
     begin_readers(3);
@@ -212,37 +117,88 @@ CASE(all_at_once_share_each_step)
     }
 }
 
+/* ------------------------------------------------------------------------- sites */
+
+static void open_at(size_t i, const char *where)
+{
+    ways.place = where;
+    relay_reader_open(&readers[i], 0);
+}
+
+CASE(sites_hand_nothing_on_to_each_other)
+{
+    begin_readers(0);
+    open_at(0, "east/r1");
+    open_at(1, "west/r1");
+    open_at(2, NULL);
+    for (size_t i = 0; i < 3; i++) {
+        expect_pull(&readers[i], 1);
+        fanin_relay_stats s = stats_of(&readers[i]);
+        assert_int_equal(s.holders, 0);
+        assert_int_equal(s.bytes_from_relays, 0);
+        assert_int_equal(s.bytes_from_origin, all_bytes());
+    }
+    open_at(3, "west/r2");
+    expect_pull_of_others(&readers[3], 1);
+    assert_int_equal(stats_of(&readers[0]).bytes_handed_on, 0);
+    assert_true(stats_of(&readers[1]).bytes_handed_on > 0);
+    assert_int_equal(stats_of(&readers[2]).bytes_handed_on, 0);
+}
+
+static uint64_t from_origin(size_t first, size_t n)
+{
+    uint64_t sum = 0;
+    for (size_t i = first; i < first + n; i++)
+        sum += stats_of(&readers[i]).bytes_from_origin;
+    return sum;
+}
+
+/* Duties that are late on a busy machine are read twice now and then. */
+CASE(each_site_takes_a_step_of_the_trainer_once)
+{
+    enum { EAST = 2, WEST = 3 };
+    static const char *const places[] = {"east/r1", "east/r1", "west/r1", "west/r1",
+                                         "west/r2"};
+    bool once = false;
+    begin_readers(0);
+    for (size_t i = 0; i < EAST + WEST; i++)
+        open_at(i, places[i]);
+    for (uint64_t step = 1; !once && step < 20; step++) {
+        uint64_t east = from_origin(0, EAST), west = from_origin(EAST, WEST);
+        if (step > 1)
+            world_commit(&w, step);
+        for (size_t i = 0; i < EAST + WEST; i++)
+            call_start(&readers[i].call, relay_pull, &readers[i]);
+        for (size_t i = 0; i < EAST + WEST; i++)
+            assert_ok(call_end(&readers[i].call), readers[i].error);
+        for (size_t i = 0; i < EAST + WEST; i++)
+            check_bytes(&readers[i], step);
+        east = from_origin(0, EAST) - east;
+        west = from_origin(EAST, WEST) - west;
+        assert_true(east >= all_bytes() && west >= all_bytes());
+        once = east == all_bytes() && west == all_bytes();
+        for (size_t i = 0; i < EAST + WEST; i++)
+            assert_true(stats_of(&readers[i]).holders < (i < EAST ? EAST : WEST));
+    }
+    assert_true(once);
+}
+
 /* ------------------------------------------------------------------------- faults */
 
-/* What happens in the midst of a reader's pull: when some batches have been read. */
-static struct {
-    void (*strike)(void);
-    atomic_int left; /* batches until then */
-} fault;
-
-fanin_status __real_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
-                                               void *cookie, fanin_error *error);
-fanin_status __wrap_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
-                                               void *cookie, fanin_error *error);
-
-fanin_status __wrap_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
-                                               void *cookie, fanin_error *error)
+/* A read costs about as much whatever it brings. */
+CASE(a_reader_of_memory_reads_few_batches)
 {
-    if (atomic_fetch_sub(&fault.left, 1) == 1)
-        fault.strike();
-    return __real_pull_session_confirm_later(s, fn, cookie, error);
-}
-
-/* In a pull that is to follow. */
-static void strike_after(int batches, void (*strike)(void))
-{
-    fault.strike = strike;
-    atomic_store(&fault.left, batches);
-}
-
-static void commit_2(void)
-{
-    world_commit(&w, 2);
+    if (!world_has_cma())
+        skip();
+    begin_readers(0);
+    ways.path = FANIN_PATH_CMA;
+    relay_reader_open(&readers[0], 0);
+    relay_reader_open(&readers[1], 0);
+    strike_after(0, NULL);
+    expect_pull(&readers[0], 1);
+    assert_true(stats_of(&readers[0]).units > 16);
+    assert_in_range(-strike_left(), 1, 4);
+    expect_pull(&readers[1], 1);
 }
 
 static void pause_ranks(void)
@@ -252,12 +208,6 @@ static void pause_ranks(void)
             fanin_server_pause(w.ranks[i].server, "lora:0", "a test", NULL), FANIN_OK);
 }
 
-static void stop_ranks(void)
-{
-    for (size_t i = 0; i < w.size; i++)
-        world_stop_rank(&w, i);
-}
-
 /* What others hold of the step is all of it, so that the pull ends with it. */
 CASE(an_update_meanwhile_is_no_matter_where_others_hold_all)
 {
@@ -265,7 +215,11 @@ CASE(an_update_meanwhile_is_no_matter_where_others_hold_all)
     begin_readers(2);
     expect_pull(&readers[0], 1);
     strike_after(2, commit_2);
+    readers[1].options.rule =
+        FANIN_STEP_EXACT; /* else it may begin anew, with step 2 */
+    readers[1].options.step = 1;
     expect_pull(&readers[1], 1);
+    readers[1].options.rule = FANIN_STEP_NEWEST;
     expect_pull(&readers[0], 2);
     expect_pull(&readers[1], 2);
 }
@@ -296,6 +250,74 @@ CASE(a_trainer_that_goes_meanwhile_leaves_the_others)
     expect_pull(&readers[1], 1);
 }
 
+/* As a plain client's: who is gone is not waited for to the deadline. */
+CASE(a_trainer_that_goes_meanwhile_is_told_where_nobody_holds_the_rest)
+{
+    begin_readers(1);
+    strike_after(2, stop_ranks);
+    assert_int_equal(relay_pull(&readers[0]), FANIN_ERR_UNREACHABLE);
+    assert_true(readers[0].error.rank >= 0);
+}
+
+static deadline strikes_until;
+
+static void use_up_the_time(void)
+{
+    while (!deadline_passed(strikes_until))
+        usleep(100);
+}
+
+/* It runs out while the rank owes nothing, so that no rank is to be named. */
+CASE(a_pull_whose_time_runs_out_between_two_reads_fails)
+{
+    begin_readers(1);
+    expect_pull(&readers[0], 1);         /* connects */
+    readers[0].options.timeout_ms = 200; /* a slow machine gets as far as to read */
+    bool told = false;
+    for (int tries = 0; tries < 20; tries++) {
+        strikes_until = deadline_in_ms(202);
+        strike_after(1, use_up_the_time);
+        if (relay_pull(&readers[0]) == FANIN_OK)
+            check_bytes(&readers[0], 1);
+        else
+            assert_int_equal(readers[0].error.status, FANIN_ERR_TIMEOUT);
+        told = told || strstr(readers[0].error.message,
+                              "the trainer was to bring them") != NULL;
+    }
+    assert_true(told);
+}
+
+static sem_t held;
+
+static void hold(void *cookie)
+{
+    (void)cookie;
+    sem_wait(&held);
+}
+
+CASE(a_rank_that_falls_silent_is_named)
+{
+    rank_proxy proxy;
+    sem_init(&held, 0, 0);
+    begin_readers(0);
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[1].server), MSG_READ, hold,
+                     NULL);
+    w.address_list[1] = proxy.address;
+    ways.lost_ms = 60000;
+    relay_reader_open(&readers[0], 0);
+    atomic_store(&proxy.triggered, true); /* not by the first pull, which connects */
+    expect_pull(&readers[0], 1);
+    atomic_store(&proxy.triggered, false);
+    readers[0].options.timeout_ms = 2000;
+    assert_int_equal(relay_pull(&readers[0]), FANIN_ERR_TIMEOUT);
+    assert_int_equal(readers[0].error.rank, 1);
+    assert_string_equal(readers[0].error.address, proxy.address);
+    assert_non_null(strstr(readers[0].error.message, "last heard of"));
+    sem_post(&held);
+    relay_reader_close(&readers[0]);
+    rank_proxy_stop(&proxy);
+}
+
 static void withdraw_step(void)
 {
     for (size_t i = 0; i < w.size; i++)
@@ -314,6 +336,70 @@ CASE(a_step_that_is_taken_back_is_not_had_of_others)
     assert_non_null(strstr(readers[1].error.message, "has taken step 1 back"));
     readers[1].options.rule = FANIN_STEP_NEWEST;
     world_commit(&w, 2);
+    expect_pull(&readers[1], 2);
+}
+
+static void nap(void *cookie)
+{
+    (void)cookie;
+    usleep(1500000);
+}
+
+/* A rank that is busy is not one that is away. */
+CASE(a_step_that_is_taken_back_is_found_though_the_rank_answers_late)
+{
+    rank_proxy proxy;
+    world_begin(&w, 1, CUT_CHUNK0, 1);
+    ways_reset(&w);
+    ways.lost_ms = 10000;
+    relay_reader_open(&readers[0], 0);
+    expect_pull(&readers[0], 1);
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[0].server), MSG_LIST, nap, NULL);
+    w.address_list[0] = proxy.address;
+    relay_reader_open(&readers[1], 0);
+    readers[1].options.max_attempts = 1;
+    strike_after(2, withdraw_step);
+    fanin_status status = relay_pull(&readers[1]);
+    relay_reader_close(&readers[1]);
+    rank_proxy_stop(&proxy);
+    assert_true(atomic_load(&proxy.triggered));
+    assert_int_equal(status, FANIN_ERR_STALE);
+}
+
+static void abort_update(void)
+{
+    for (size_t i = 0; i < w.size; i++) {
+        assert_works(fanin_server_begin_update(w.ranks[i].server, "lora:0", ERROR));
+        assert_works(fanin_server_abort_update(w.ranks[i].server, "lora:0", ERROR));
+    }
+}
+
+/* The step before is good. */
+CASE(a_step_whose_next_update_is_aborted_is_had_of_others)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    strike_after(2, abort_update);
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    expect_pull(&readers[1], 1);
+}
+
+static void withdraw_and_commit_2(void)
+{
+    withdraw_step();
+    commit_2();
+}
+
+CASE(a_step_that_was_taken_back_before_the_next_is_not_had_of_others)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    strike_after(2, withdraw_and_commit_2);
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    assert_int_not_equal(relay_pull(&readers[1]), FANIN_OK);
+    readers[1].options.rule = FANIN_STEP_NEWEST;
     expect_pull(&readers[1], 2);
 }
 
@@ -423,6 +509,18 @@ CASE(bad_calls_are_refused)
                      FANIN_ERR_ARGUMENT);
     assert_int_equal(fanin_relay_create(NULL, none, 1, NULL, NULL), FANIN_ERR_ARGUMENT);
     assert_null(relay);
+    fanin_relay_config config;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_relay_config_init(&config, sizeof config);
+    config.place = "east/r1/h3";
+    assert_int_equal(fanin_relay_create(&config, w.address_list, 1, &relay, &error),
+                     FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "'east/r1/h3' is no place");
+    setenv("FANIN_PLACE", "\n", 1);
+    assert_int_equal(fanin_relay_create(NULL, w.address_list, 1, &relay, &error),
+                     FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "FANIN_PLACE");
+    unsetenv("FANIN_PLACE");
     reader *r = &readers[0];
     assert_int_equal(
         fanin_relay_pull_into(NULL, &r->options, r->tensors, 1, NULL, NULL),
@@ -442,60 +540,10 @@ CASE(bad_calls_are_refused)
 
 /* ------------------------------------------------------------- readers that are lost */
 
-/* ThreadSanitizer ends a child of a process with threads when it starts one of its own. */
-static bool children_have_threads(void)
-{
-#if defined(__SANITIZE_THREAD__)
-    return false;
-#elif defined(__has_feature)
-    return !__has_feature(thread_sanitizer);
-#else
-    return true;
-#endif
-}
-
-/* A reader in a process of its own, which has the step and hands it on. */
-static pid_t fork_holder(void)
-{
-    int ready[2];
-    if (!children_have_threads())
-        skip();
-    char byte = 0;
-    assert_int_equal(pipe(ready), 0);
-    pid_t child = fork();
-    if (child == 0) {
-        static reader r;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        reader_open(&r);
-        byte = relay_pull(&r) == FANIN_OK;
-        (void)!write(ready[1], &byte, 1);
-        for (;;)
-            pause();
-    }
-    close(ready[1]);
-    assert_int_equal(read(ready[0], &byte, 1), 1);
-    assert_int_equal(byte, 1);
-    close(ready[0]);
-    return child;
-}
-
-static pid_t other;
-
-static void kill_holder(void)
-{
-    kill(other, SIGKILL);
-    tests_await(other);
-}
-
-static void stop_holder(void)
-{
-    kill(other, SIGSTOP);
-}
-
 CASE(a_holder_in_another_process_is_read)
 {
     begin_readers(1);
-    other = fork_holder();
+    start_holder();
     expect_pull_of_others(&readers[0], 1);
     kill_holder();
     world_commit(&w, 2);
@@ -505,7 +553,7 @@ CASE(a_holder_in_another_process_is_read)
 CASE(a_holder_that_is_killed_meanwhile_is_done_without)
 {
     begin_readers(1);
-    other = fork_holder();
+    start_holder();
     strike_after(2, kill_holder);
     expect_pull(&readers[0], 1);
 }
@@ -513,7 +561,7 @@ CASE(a_holder_that_is_killed_meanwhile_is_done_without)
 CASE(a_holder_that_is_stopped_is_done_without)
 {
     begin_readers(2);
-    other = fork_holder();
+    start_holder();
     strike_after(2, stop_holder);
     expect_pull(&readers[0], 1);
     expect_pull(&readers[1], 1); /* its list has one that does not answer */
@@ -522,34 +570,11 @@ CASE(a_holder_that_is_stopped_is_done_without)
 
 /* ---------------------------------------------------------------------- false relays */
 
-/* A list's entry of whom it is not: a port where nobody listens, a rank, the reader itself. */
-static void offer_falsely(holders_list **list, const fanin_client_config *config,
-                          const parts *p, uint16_t port, uint8_t mark)
+static member marked(uint8_t mark)
 {
-    static const logger quiet;
-    msg_offer m = {.publication = "lora:0", .step = 1, .port = port, .local = true};
-    uint64_t seen = 0;
-    holder *all;
-    size_t n;
-    member self;
-    memset(self.id, mark, sizeof self.id);
-    memcpy(m.holding, p->holding.bytes, sizeof m.holding);
-    memcpy(m.incarnation, self.id, sizeof m.incarnation);
-    host_id(NULL, m.host);
-    assert_int_equal(list_create(config, &quiet, eventfd(0, 0), list, NULL), FANIN_OK);
-    list_rank *ranks = calloc(w.size, sizeof *ranks);
-    for (size_t i = 0; i < w.size; i++) {
-        snprintf(ranks[i].address, sizeof ranks[i].address, "%s", w.address_list[i]);
-        member rank = handing_member(w.ranks[i].server);
-        memcpy(ranks[i].incarnation, rank.id, sizeof rank.id);
-    }
-    assert_true(list_offer(*list, w.id, ranks, w.size, &m));
-    free(ranks);
-    deadline until = deadline_in_ms(20000);
-    while (!list_is_known(*list) && !deadline_passed(until))
-        usleep(1000);
-    assert_true(list_copy(*list, &self, &seen, &all, &n));
-    free(all);
+    member m;
+    memset(m.id, mark, sizeof m.id);
+    return m;
 }
 
 CASE(entries_that_lead_to_nobody_are_done_without)
@@ -562,47 +587,244 @@ CASE(entries_that_lead_to_nobody_are_done_without)
     assert_int_equal(
         parts_cut(&p, readers[0].tensors, w.n_tensors, UNIT, &readers[0].error),
         FANIN_OK);
-    offer_falsely(&lists[0], &config, &p, 1, 0xa1);
-    offer_falsely(&lists[1], &config, &p, fanin_server_port(w.ranks[0].server), 0xa2);
+    offer_falsely(&lists[0], &config, &p.holding, 1, marked(0xa1));
+    offer_falsely(&lists[1], &config, &p.holding, fanin_server_port(w.ranks[0].server),
+                  marked(0xa2));
     expect_pull(&readers[0], 1);
     assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
     assert_int_equal(stats_of(&readers[0]).holders, 2);
-    offer_falsely(&lists[2], &config, &p, fanin_server_port(w.ranks[1].server), 0x01);
+    offer_falsely(&lists[2], &config, &p.holding, fanin_server_port(w.ranks[1].server),
+                  marked(0x01));
     expect_pull(&readers[1], 1);
     for (size_t i = 0; i < 3; i++)
         list_destroy(&lists[i]);
     parts_free(&p);
 }
 
+/* A relay that publishes the first @p n parts of readers[0], and has @p proven of them. */
+typedef struct stranger {
+    fanin_server *server;
+    holders_list *list;
+    fanin_client_config config;
+    parts parts;
+} stranger;
+
+static void stranger_open(stranger *x, size_t n, size_t proven)
+{
+    fanin_server_config c = make_server_config();
+    char address[32];
+    fanin_client_config_init(&x->config, sizeof x->config);
+    assert_int_equal(
+        parts_cut(&x->parts, readers[0].tensors, w.n_tensors, UNIT, &readers[0].error),
+        FANIN_OK);
+    memcpy(c.world_id, w.id, sizeof w.id);
+    c.flags |= FANIN_SERVER_RELAY;
+    x->server = make_server(&c, address, sizeof address);
+    if (n > x->parts.n)
+        n = x->parts.n;
+    assert_int_equal(fanin_server_put(x->server, "lora:0", x->parts.own, n, true, NULL),
+                     FANIN_OK);
+    assert_int_equal(handing_fill(x->server, "lora:0", 1, NULL), FANIN_OK);
+    landed_range all = {.count = (uint32_t)proven};
+    assert_int_equal(handing_prove(x->server, "lora:0", 1, &all, proven > 0, NULL),
+                     FANIN_OK);
+    offer_falsely(&x->list, &x->config, &x->parts.holding, fanin_server_port(x->server),
+                  handing_member(x->server));
+}
+
+static void stranger_close(stranger *x)
+{
+    list_destroy(&x->list);
+    fanin_server_destroy(&x->server, 0);
+    parts_free(&x->parts);
+}
+
 /* A relay whose publication is not what its offer says. */
 CASE(a_relay_that_publishes_something_else_is_done_without)
 {
-    fanin_client_config config;
-    holders_list *list;
-    parts p;
-    fanin_client_config_init(&config, sizeof config);
+    stranger x;
     begin_readers(1);
-    assert_int_equal(
-        parts_cut(&p, readers[0].tensors, w.n_tensors, UNIT, &readers[0].error),
-        FANIN_OK);
-    fanin_server_config c = make_server_config();
-    memcpy(c.world_id, w.id, sizeof w.id);
-    c.flags |= FANIN_SERVER_RELAY;
-    char address[32];
-    fanin_server *server = make_server(&c, address, sizeof address);
-    assert_int_equal(fanin_server_put(server, "lora:0", p.own, p.n / 2, true, NULL),
-                     FANIN_OK);
-    assert_int_equal(handing_fill(server, "lora:0", 1, NULL), FANIN_OK);
-    assert_int_equal(handing_prove(server, "lora:0", 1, 0, (uint32_t)p.n / 2, NULL),
-                     FANIN_OK);
-    member self = handing_member(server);
-    (void)self;
-    offer_falsely(&list, &config, &p, fanin_server_port(server), 0);
+    stranger_open(&x, 2, 2);
     expect_pull(&readers[0], 1);
     assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
-    list_destroy(&list);
-    fanin_server_destroy(&server, 0);
-    parts_free(&p);
+    stranger_close(&x);
+}
+
+/* It says at once that it has nothing. Else readers that have all lost the trainer wait for each
+   other. */
+CASE(a_relay_that_has_nothing_is_not_waited_for)
+{
+    stranger x;
+    w.lease_ms = 1;
+    begin_readers(1);
+    stranger_open(&x, SIZE_MAX, 0);
+    strike_after(1, commit_2);
+    readers[0].options.rule = FANIN_STEP_EXACT;
+    readers[0].options.step = 1;
+    uint64_t began = clock_ns();
+    assert_int_equal(relay_pull(&readers[0]), FANIN_ERR_SUPERSEDED);
+    assert_true(clock_ns() - began < UINT64_C(4500000000));
+    stranger_close(&x);
+}
+
+/* A rollback: the trainer holds one step, and others may hold earlier ones. */
+CASE(a_step_that_the_trainer_has_passed_is_had_of_others)
+{
+    begin_readers(3);
+    expect_pull(&readers[0], 1);
+    world_commit(&w, 2);
+    expect_pull(&readers[1], 2);
+    readers[2].options.rule = FANIN_STEP_EXACT;
+    readers[2].options.step = 1;
+    expect_pull(&readers[2], 1);
+    assert_int_equal(stats_of(&readers[2]).bytes_from_origin, 0);
+    readers[2].options.verify = true;
+    assert_int_equal(relay_pull(&readers[2]), FANIN_ERR_SUPERSEDED);
+    assert_non_null(strstr(readers[2].error.message, "cannot compare any more"));
+    readers[2].options.verify = false;
+    fanin_relay_release(readers[0].relay);
+    assert_int_equal(relay_pull(&readers[2]), FANIN_ERR_SUPERSEDED);
+}
+
+/* When a rollback is wanted most. A plain pull would wait for the trainer to be stable. */
+CASE(a_passed_step_is_had_whatever_the_trainer_does)
+{
+    begin_readers(3);
+    expect_pull(&readers[0], 1);
+    world_commit(&w, 2);
+    readers[1].options.rule = readers[2].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = readers[2].options.step = 1;
+    pause_ranks();
+    expect_pull(&readers[1], 1);
+    fanin_relay_release(readers[0].relay);
+    fanin_relay_release(readers[1].relay);
+    uint64_t began = clock_ns();
+    assert_int_equal(relay_pull(&readers[2]), FANIN_ERR_SUPERSEDED);
+    assert_true(clock_ns() - began < UINT64_C(4500000000));
+}
+
+CASE(a_step_that_was_taken_back_is_had_of_nobody)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    withdraw_step();
+    world_commit(&w, 2);
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    assert_int_equal(relay_pull(&readers[1]), FANIN_ERR_SUPERSEDED);
+}
+
+/* A replica that is stopped says nothing of its step, and is done without. */
+CASE(a_step_of_now_is_had_though_a_rank_answers_no_look)
+{
+    rank_proxy proxy;
+    sem_init(&held, 0, 0);
+    world_begin(&w, 2, CUT_REPLICATE, 1);
+    ways_reset(&w);
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[1].server), MSG_LIST, hold,
+                     NULL);
+    w.address_list[1] = proxy.address;
+    relay_reader_open(&readers[0], 0);
+    expect_pull(&readers[0], 1); /* connects, and asks for no list */
+    readers[0].options.rule = FANIN_STEP_EXACT;
+    readers[0].options.step = 1;
+    uint64_t began = clock_ns();
+    fanin_status status = relay_pull(&readers[0]);
+    assert_true(clock_ns() - began < UINT64_C(10000000000));
+    sem_post(&held);
+    assert_ok(status, readers[0].error);
+    check_bytes(&readers[0], 1);
+    relay_reader_close(&readers[0]);
+    rank_proxy_stop(&proxy);
+}
+
+/* Who looks, and then begins, has one deadline for both. */
+CASE(a_rank_that_is_stopped_costs_no_more_than_the_time)
+{
+    rank_proxy proxy;
+    sem_init(&held, 0, 0);
+    begin_readers(0);
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[1].server), MSG_LIST, hold,
+                     NULL);
+    w.address_list[1] = proxy.address;
+    ways.lost_ms = 60000;
+    relay_reader_open(&readers[0], 0);
+    expect_pull(&readers[0], 1); /* connects, and asks for no list */
+    readers[0].options.rule = FANIN_STEP_EXACT;
+    readers[0].options.step = 1;
+    readers[0].options.timeout_ms = 2000;
+    uint64_t began = clock_ns();
+    fanin_status status = relay_pull(&readers[0]);
+    uint64_t took = clock_ns() - began;
+    sem_post(&held);
+    relay_reader_close(&readers[0]);
+    rank_proxy_stop(&proxy);
+    assert_int_not_equal(status, FANIN_OK);
+    assert_in_range(took, UINT64_C(1900000000), UINT64_C(3500000000));
+}
+
+/* A reader asks who held its last step before it has heard the list. */
+CASE(a_step_that_was_taken_back_before_another_one_was_is_had_of_nobody)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    expect_pull_of_others(&readers[1], 1);
+    for (uint64_t step = 2; step < 4; step++) {
+        withdraw_step();
+        world_commit(&w, step);
+    }
+    assert_int_not_equal(relay_pull(&readers[1]), FANIN_OK);
+}
+
+/* Nobody else has it, so that to break the holder off is of no use. */
+CASE(a_holder_of_a_passed_step_may_take_its_time)
+{
+    begin_readers(1);
+    start_holder();
+    world_commit(&w, 2);
+    readers[0].options.rule = FANIN_STEP_EXACT;
+    readers[0].options.step = 1;
+    strike_after(2, stop_holder_for_a_second);
+    fanin_status status = relay_pull(&readers[0]);
+    kill_holder();
+    assert_ok(status, readers[0].error);
+    check_bytes(&readers[0], 1);
+}
+
+CASE(a_holder_that_stops_is_named_where_the_trainer_has_passed_the_step)
+{
+    begin_readers(1);
+    start_holder();
+    world_commit(&w, 2);
+    readers[0].options.rule = FANIN_STEP_EXACT;
+    readers[0].options.step = 1;
+    readers[0].options.timeout_ms = 1500;
+    strike_after(2, stop_holder);
+    fanin_status status = relay_pull(&readers[0]);
+    kill_holder();
+    assert_int_equal(status, FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(readers[0].error.message, "the relay at "));
+}
+
+CASE(the_rank_that_has_taken_a_step_back_is_named)
+{
+    world_begin(&w, 2, CUT_REPLICATE, 1);
+    ways_reset(&w);
+    relay_reader_open(&readers[0], 0);
+    relay_reader_open(&readers[1], 0);
+    expect_pull(&readers[0], 1);
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    expect_pull_of_others(&readers[1], 1);
+    for (uint64_t step = 2; step < 4; step++) {
+        withdraw_step();
+        world_commit(&w, step);
+    }
+    world_stop_rank(&w, 0); /* the other one keeps the list now */
+    assert_int_equal(relay_pull(&readers[1]), FANIN_ERR_STALE);
+    assert_int_equal(readers[1].error.rank, 1);
 }
 
 /* Steps come while readers read: each has one whole step, whichever. */

@@ -4,7 +4,7 @@
 #include "call.h"
 #include "ends.h"
 #include "local_world.h"
-#include <sys/wait.h>
+#include "pull/pull_session.h"
 
 /* What a test has, and what was said last. */
 static world w;
@@ -140,16 +140,41 @@ static void read_all(uint64_t step)
     check_land(0, n, step);
 }
 
+static fanin_status read_runs(const group_run *runs, size_t n)
+{
+    return pull_session_read(session, runs, n, &error);
+}
+
+/* With gaps, of which the last read fills one up to the last tensor; and nothing. */
+static void read_lists(uint64_t step)
+{
+    size_t n = w.n_tensors;
+    const group_run ends[] = {{0, 1}, {1, 0}, {n - 1, 1}}, middle = {2, n - 3};
+    clear_land();
+    assert_ok(read_runs(NULL, 0), error);
+    assert_ok(read_runs(&(group_run){n, 0}, 1), error);
+    check_untouched(0, n);
+    assert_ok(read_runs(ends, 3), error);
+    check_land(0, 1, step);
+    check_untouched(1, n - 2);
+    check_land(n - 1, 1, step);
+    assert_ok(read_runs(&middle, 1), error);
+    check_untouched(1, 1);
+    assert_ok(read_runs(&(group_run){1, 1}, 1), error);
+    check_land(0, n, step);
+}
+
 static void expect_session(uint64_t step, fanin_path path)
 {
     fanin_result_info info;
     open_session();
     assert_int_equal(fanin_session_step(session), step);
     read_all(step);
+    read_lists(step);
     end_well(&info);
     assert_int_equal(info.step, step);
     assert_int_equal(info.path, path);
-    assert_int_equal(info.bytes, bytes_of(0, w.n_tensors));
+    assert_int_equal(info.bytes, 2 * bytes_of(0, w.n_tensors));
     assert_int_equal(info.restarts, 0);
 }
 
@@ -588,6 +613,12 @@ CASE(test_wrong_arguments)
     open_session();
     assert_int_equal(read_from(w.n_tensors, 1), FANIN_ERR_ARGUMENT);
     assert_int_equal(read_from(1, SIZE_MAX), FANIN_ERR_ARGUMENT);
+    assert_int_equal(read_runs((group_run[]){{0, 2}, {1, 1}}, 2), FANIN_ERR_ARGUMENT);
+    assert_int_equal(read_runs((group_run[]){{1, 1}, {0, 1}}, 2), FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "number 0 is named twice, or out of order");
+    assert_int_equal(read_runs((group_run[]){{0, 1}, {w.n_tensors, 1}}, 2),
+                     FANIN_ERR_ARGUMENT);
+    check_untouched(0, w.n_tensors);
     read_all(1); /* a wrong argument does the session nothing */
     end_well(&info);
 }

@@ -7,11 +7,6 @@
 #include "secrets.h"
 #include "testing.h"
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #define RANKS 8
 #define THREADS 4

@@ -6,7 +6,6 @@
 #include "testing.h"
 #include "verify_scene.h"
 #include <dirent.h>
-#include <fcntl.h>
 #include <jansson.h>
 #include <sys/stat.h>
 

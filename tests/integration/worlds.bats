@@ -5,18 +5,7 @@
 
 # shellcheck disable=SC2154 # of pulls.bash
 
-bats_require_minimum_version 1.5.0
-
-setup()
-{
-    load pulls
-    setup_pulls
-}
-
-teardown()
-{
-    teardown_pulls
-}
+load pulls
 
 # every_path PROOF...: the whole adapter over each path; PROOF: options of check_pulled.py.
 every_path()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -36,6 +38,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), 60))
     return True
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what tests/support/make-certificates makes."""
+    if not shutil.which("openssl"):
+        pytest.skip("needs the command openssl")
+    made = tmp_path_factory.mktemp("certificates")
+    subprocess.run([Path(__file__).parents[1] / "support" / "make-certificates", made], check=True)
+    return made
 
 
 @pytest.fixture

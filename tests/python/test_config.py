@@ -70,7 +70,7 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         'port = 7000\nserver_name = "job"\nbind = "10.0.0.1"\nadvertise = "node-1"\n'
         'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\nsnapshot = true\ncast = "BF16"\n'
         'port_by = "local"\ntrusted_network = true\ndata_threads = 4\n'
-        "nice = 5\n"
+        "nice = 5\ndeltas = 4\n"
     )
     config = trainer_config(write(tmp_path, text), {})
     assert config.server_arguments() == {
@@ -85,6 +85,7 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         "nice": 5,
         "snapshot": True,
         "cast": "BF16",
+        "deltas": 4,
         "port_by": "local",
     }
 

@@ -404,6 +404,6 @@ def test_the_next_step_is_waited_for(ranks: list[fanin.Server], target: str, wri
     assert report["b"]["step"] > report["a"]["step"]
     assert (process.returncode, report["equal"]) == (written, not written)
     assert written or any("did the optimizer write?" in one for one in report["summary"])
-    done = diff("--wait-step", target, "--timeout", "300ms")
+    done = diff("--wait-step", target, "--timeout", "3s")  # connects, then waits in vain
     assert done.returncode == 2
     assert "cannot compare with the next step" in done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fanin.config import ConfigError
 from fanin.engine.clients import Source
 from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import (
@@ -177,3 +178,19 @@ def test_what_the_model_does_not_have_is_left_out() -> None:
 def test_no_time_is_left() -> None:
     with pytest.raises(PullTimeoutError, match="longer timeout"):
         left(time.monotonic() - 1)
+
+
+def test_an_engine_that_hands_on_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place is looked at when the engine is told of the trainer, not in its first update."""
+    monkeypatch.setenv("FANIN_PLACE", "east/r1/h1")
+    with pytest.raises(ConfigError, match="FANIN_PLACE"):
+        Trainer(Source.of("127.0.0.1:6000"), "full:0", relay="host")
+    Trainer(Source.of("127.0.0.1:6000"), "full:0")
+    monkeypatch.setenv("FANIN_PLACE", "east/r1")
+    place = Place()
+    trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client, relay="host")
+    trainer.ready(soon())
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("fanin.relay.Relay", lambda addresses, **how: given.update(how))
+    assert trainer.reader is None
+    assert given["place"] == "east/r1"

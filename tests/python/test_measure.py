@@ -15,7 +15,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -141,18 +140,6 @@ def test_files_that_are_no_results(text: str | None, why: str, tmp_path: Path) -
     for pair in ((a, b), (b, a)):
         done = measure("compare.py", *pair)
         assert done.returncode == 11 and f"{b}: " in done.stderr and why in done.stderr
-
-
-def test_the_report_is_one_well_formed_file_that_loads_nothing(tmp_path: Path) -> None:
-    html = tmp_path / "a.html"
-    done = measure("report.py", altered(tmp_path / "a.json"), html)
-    assert (done.returncode, done.stderr) == (0, "")
-    text = html.read_text()
-    (picture,) = (ElementTree.fromstring(one) for one in re.findall(r"<svg.*?</svg>", text, re.S))
-    bars = [int(one.text or "") for one in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert sum(bars) == 40
-    assert not re.findall(r"(?:src|href)=|url\(|@import|<script", text)
-    assert "limit: memcpy, threads: 1" in text and "p99" in text and "&lt;here&gt;" in text
 
 
 # ------------------------------------------------------------------------------------ layouts

@@ -219,7 +219,7 @@ def test_the_exporter_says_why_it_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "fanin.py").write_text("raise ImportError('no fanin here')")
     own = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*command, "127.0.0.1:0"], capture_output=True, text=True, env=own)
-    assert done.returncode == 1 and "no exporter: no fanin here: put a python3" in done.stderr
+    assert done.returncode == 15 and "no exporter: no fanin here: put a python3" in done.stderr
     own["PATH"] = str(tmp_path)
     done = subprocess.run([*command, "127.0.0.1:0"], capture_output=True, text=True, env=own)
     assert done.returncode == 15 and "cannot run python3" in done.stderr

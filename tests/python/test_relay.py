@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import signal
+import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import fanin
+import fanin.relay
 import numpy as np
 import pytest
-from local_world import PATIENCE
+from local_world import PATIENCE, SLOWNESS, nixl_fetch
 
 RUN, TENSORS = "full:0", 8
 
@@ -22,8 +27,8 @@ RUN, TENSORS = "full:0", 8
 class Trainer:
     """One rank with 8 MiB."""
 
-    def __init__(self, **options: Any) -> None:
-        self.memory = [np.zeros((1024, 1024), np.uint8) for _ in range(TENSORS)]
+    def __init__(self, rows: int = 1024, **options: Any) -> None:
+        self.memory = [np.zeros((rows, 1024), np.uint8) for _ in range(TENSORS)]
         self.server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, **options)
         self.server.put(RUN, [fanin.shard_of(f"t{i}", v) for i, v in enumerate(self.memory)])
         self.addresses = [f"127.0.0.1:{self.server.port}"]
@@ -197,6 +202,11 @@ def test_progress_tells_of_all_bytes(trainer: Trainer, stack: ExitStack) -> None
     assert ranks[-1].ranks == ()
 
 
+def test_readers_of_this_host_are_waited_for_as_long_as_is_said() -> None:
+    options = fanin.relay.RelayOptions(addresses=["127.0.0.1:6000"], lease=0.0)
+    assert fanin.relay._serving(options).lease == 0.0
+
+
 def test_what_cannot_be(trainer: Trainer) -> None:
     with pytest.raises(fanin.RequestError, match="addresses"):
         fanin.Relay([])
@@ -222,6 +232,37 @@ def test_a_trainer_that_forbids_relays_is_read_without(stack: ExitStack) -> None
         pull_all(relays, into, 1)
         assert all(trainer.holds(got) for got in into)
         assert all(one.stats()["bytes_from_relays"] == 0 for one in relays)
+        assert all(one.stats()["forbidden"] == 1 for one in relays)
+
+
+def test_a_cache_that_verifies_does_without_a_relay_that_lies(trainer: Trainer) -> None:
+    trainer.commit(1)
+    command = [nixl_fetch(), "relay", trainer.addresses[0], RUN, "--verify"]
+    into = trainer.empty()
+    with fanin.Relay(trainer.addresses) as liar, ExitStack() as stack:
+        liar.pull_into(RUN, into, step=1, timeout=PATIENCE)
+        into["t0"] ^= 1  # which it has promised not to write
+        pipe = subprocess.PIPE
+        cache = stack.enter_context(subprocess.Popen(command, stdout=pipe, stderr=pipe))
+        stack.callback(cache.kill)
+        assert cache.stdout is not None and cache.stderr is not None
+        assert b"brought other bytes than the trainer holds" in cache.stderr.readline()
+        assert b"step 1 " in cache.stdout.readline()
+        liar.release()
+        got = trainer.empty()
+        relay = stack.enter_context(fanin.Relay(trainer.addresses))
+        relay.pull_into(RUN, got, step=1, timeout=PATIENCE)
+        assert trainer.holds(got)
+
+
+def test_a_cache_ends_that_nobody_may_take_from() -> None:
+    trainer = Trainer(relays=False)
+    with trainer.server:
+        trainer.commit(1)
+        command = [nixl_fetch(), "relay", trainer.addresses[0], RUN]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 14
+    assert "the trainer forbids readers to hand on its weights: let the trainer" in ended.stderr
 
 
 def test_cancel_ends_a_pull(trainer: Trainer, stack: ExitStack) -> None:
@@ -249,3 +290,106 @@ def test_a_child_may_not_use_it(trainer: Trainer, stack: ExitStack) -> None:
                 good += 1
         os._exit(0 if good == 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_relay_that_stops_before_it_confirms_is_done_without(stack: ExitStack) -> None:
+    trainer = Trainer(rows=16384)
+    stack.enter_context(trainer.server)
+    trainer.commit(1)
+    command = [nixl_fetch(), "relay", trainer.addresses[0], RUN]
+    holder = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+    stack.callback(holder.kill)
+    assert holder.stdout is not None and b"step 1 " in holder.stdout.readline()
+    into, stopped = trainer.empty(), 0.0
+
+    def stop(done: int, total: int) -> None:
+        nonlocal stopped
+        if not stopped:
+            holder.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+
+    with fanin.Relay(trainer.addresses) as relay:
+        relay.pull_into(RUN, into, step=1, timeout=PATIENCE, progress=stop)
+        # A client that waits for an answer waits 5 s: nobody is late for so long.
+        assert time.monotonic() - stopped < 4 * SLOWNESS
+    assert trainer.holds(into)
+
+
+def test_sites_hand_nothing_on_to_each_other(trainer: Trainer, stack: ExitStack) -> None:
+    places = ("east/r1", "west", "east/r2", "")
+    relays = [stack.enter_context(fanin.Relay(trainer.addresses, place=one)) for one in places]
+    trainer.commit(1)
+    for relay in relays:
+        into = trainer.empty()
+        relay.pull_into(RUN, into, step=1, timeout=PATIENCE)
+        assert trainer.holds(into)
+    told = [relay.stats() for relay in relays]
+    assert [one["holders"] for one in told] == [0, 0, 1, 0]
+    assert [told[i]["bytes_from_relays"] for i in (0, 1, 3)] == [0] * 3
+    assert [told[i]["bytes_handed_on"] for i in (1, 2, 3)] == [0] * 3
+
+
+@pytest.mark.parametrize("place", ["/", "a/", "a/b/c", "a b", "é", "x" * 64, "a\0"])
+def test_what_is_no_place_is_refused(place: str) -> None:
+    with pytest.raises(fanin.RequestError, match="place"):
+        fanin.Relay(["127.0.0.1:6000"], place=place)
+
+
+def test_the_environment_says_where_a_reader_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANIN_PLACE", "a//")
+    with pytest.raises(fanin.RequestError, match=r"FANIN_PLACE 'a//' is no place"):
+        fanin.Relay(["127.0.0.1:6000"])
+    fanin.Relay(["127.0.0.1:6000"], place="").close()
+    monkeypatch.setenv("FANIN_PLACE", "a/b")
+    fanin.Relay(["127.0.0.1:6000"]).close()
+
+
+# --------------------------------------------------------------------------- a host's cache
+
+
+class Cache:
+    """`nixl-fetch relay` beside a trainer, by the events that it tells."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.told: list[tuple[str, int]] = []
+        words = [nixl_fetch(), "relay", trainer.addresses[0], RUN, "--json"]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self.heard = threading.Condition()
+        self.thread = threading.Thread(target=self._listen)
+        self.thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            with self.heard:
+                self.told.append((event["event"], event.get("step", 0)))
+                self.heard.notify_all()
+
+    def expect(self, event: str, step: int) -> None:
+        with self.heard:
+            assert self.heard.wait_for(lambda: (event, step) in self.told, PATIENCE), self.told
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.thread.join()
+
+
+def test_a_cache_drops_what_was_taken_back_and_nothing_else(trainer: Trainer) -> None:
+    trainer.commit(1)
+    cache = Cache(trainer)
+    try:
+        cache.expect("step", 1)
+        trainer.server.begin_update(RUN)
+        trainer.server.abort_update(RUN)
+        time.sleep(2.5)  # it looks every two seconds
+        trainer.commit(2)
+        cache.expect("step", 2)
+        assert ("withdrawn", 1) not in cache.told
+        trainer.server.withdraw(RUN)
+        cache.expect("withdrawn", 2)
+        trainer.commit(3)
+        cache.expect("step", 3)
+    finally:
+        cache.end()

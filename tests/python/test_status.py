@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import fanin
@@ -315,7 +317,7 @@ class Screen:
         """What was drawn so far, whole frames alone: lines without what colours them."""
         whole = [part for part in self.seen.split("\x1b[H")[1:] if "\x1b[J" in part]
         return [
-            re.sub(r"\x1b\[[0-9;]*m|\x1b\[K", "", part.split("\x1b[J")[0])
+            re.sub(r"\x1b\[[0-9;]*m|\x1b\[2?K", "", part.split("\x1b[J")[0])
             .replace("\r", "")
             .split("\n")
             for part in whole
@@ -443,6 +445,26 @@ def test_top_without_a_terminal(ranks: list[fanin.Server], target: str) -> None:
     )
     looks = [json.loads(line) for line in done.stdout.splitlines()]
     assert [kinds(look) for look in looks] == [[("paused", 1)]] * 2
+
+
+def test_top_that_cannot_look_tells_why_on_the_terminal_as_it_was(target: str) -> None:
+    with top(target, 80, 24, "--tls-cert", "nowhere.pem") as screen:
+        assert screen.end() == 11
+        assert screen.process.stderr is not None
+        assert "cannot make a client: " in screen.process.stderr.read().decode()
+
+
+def test_top_tells_of_relays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools" / "python"))
+    tools = import_module("top")
+    told = dict.fromkeys(("bytes_origin", "bytes_relays", "bytes_handed_on", "taken_over"), 0)
+    relay = {"address": "10.0.0.7:7000", "place": "a/r3", "step": 7, "late": 2, **told}
+    rank = {"rank": 0, "address": "a:1", "status": "FANIN_OK"}
+    rank["told_relays"] = [{**relay, "units": 512, "landed": 500}]
+    look = {"problems": [], "ranks": [rank]}
+    row = tools.View(200, 0, False).fill("", look, [()])[-1].split()
+    assert (row[0], row[2], row[-1]) == ("10.0.0.7:7000", "500/512", "a/r3")
+    assert len(tools.View(200, 4, False).fill("", look, [()])) == 3  # no room for a row
 
 
 def test_top_waits_for_ranks_that_are_not_there() -> None:

@@ -3,9 +3,6 @@
 
 #include "testing.h"
 #include <dirent.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 fanin_server_config make_server_config(void)
 {

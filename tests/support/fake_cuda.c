@@ -318,16 +318,6 @@ CUresult CUDAAPI cuDeviceTotalMem(size_t *bytes, CUdevice device)
     return fake_leave(CUDA_SUCCESS);
 }
 
-CUresult CUDAAPI cuMemGetInfo(size_t *free_bytes, size_t *total)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    *total = fake.memory;
-    *free_bytes = fake.memory - fake_current()->used;
-    return fake_leave(CUDA_SUCCESS);
-}
-
 CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
                                       CUdevice device)
 {
@@ -476,15 +466,6 @@ CUresult CUDAAPI cuCtxSetCurrent(CUcontext context)
     depth -= depth > 0;
     if (context != NULL)
         stack[depth++] = context;
-    return fake_leave(CUDA_SUCCESS);
-}
-
-CUresult CUDAAPI cuCtxGetDevice(CUdevice *out)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    *out = fake_current()->device;
     return fake_leave(CUDA_SUCCESS);
 }
 

@@ -276,22 +276,6 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule *out, const void *image)
     return fake_leave(CUDA_SUCCESS);
 }
 
-CUresult CUDAAPI cuModuleUnload(CUmodule module)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    for (CUmodule *at = &modules; *at != NULL; at = &(*at)->next) {
-        if (*at == module) {
-            *at = module->next;
-            free(module);
-            fake.counts.modules--;
-            return fake_leave(CUDA_SUCCESS);
-        }
-    }
-    return fake_leave(CUDA_ERROR_INVALID_HANDLE);
-}
-
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
 {
     CUresult result = fake_enter(__func__, FAKE_CONTEXT);
@@ -306,17 +290,6 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *out, CUmodule module, const cha
         }
     }
     return fake_leave(CUDA_ERROR_NOT_FOUND);
-}
-
-CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute,
-                                    CUfunction function)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    (void)function;
-    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
-    return fake_leave(CUDA_SUCCESS);
 }
 
 CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks,

@@ -429,16 +429,3 @@ CUresult CUDAAPI cuMemHostUnregister(void *memory)
     remove_pinned(r);
     return fake_leave(CUDA_SUCCESS);
 }
-
-CUresult CUDAAPI cuMemHostGetDevicePointer(CUdeviceptr *out, void *memory,
-                                           unsigned int flags)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    const fake_range *r = fake_find((uint64_t)(uintptr_t)memory, 1);
-    if (r == NULL || !r->host || flags != 0)
-        return fake_leave(CUDA_ERROR_INVALID_VALUE);
-    *out = (CUdeviceptr)(uintptr_t)memory;
-    return fake_leave(CUDA_SUCCESS);
-}

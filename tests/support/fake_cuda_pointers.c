@@ -4,22 +4,6 @@
 
 #include <string.h>
 
-CUresult CUDAAPI cuMemGetAddressRange(CUdeviceptr *base, size_t *length,
-                                      CUdeviceptr pointer)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    const fake_range *r = fake_find(pointer, 1);
-    if (r == NULL || r->host)
-        return fake_leave(CUDA_ERROR_NOT_FOUND);
-    if (base != NULL)
-        *base = r->start;
-    if (length != NULL)
-        *length = r->length;
-    return fake_leave(CUDA_SUCCESS);
-}
-
 static void put_int(void *out, int value)
 {
     memcpy(out, &value, sizeof value);
@@ -31,25 +15,12 @@ static void put_word(void *out, uint64_t value)
 }
 
 /* One attribute, at the size that the real one writes; r NULL: of no memory that it knows. */
-static CUresult attribute(void *out, CUpointer_attribute which, const fake_range *r,
-                          uint64_t address)
+static CUresult attribute(void *out, CUpointer_attribute which, const fake_range *r)
 {
-    bool pooled =
-        r != NULL && (r->kind == FAKE_CUDA_POOL || r->kind == FAKE_CUDA_VIRTUAL);
     switch (which) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT: /* memory of pools and of mappings belongs to none */
-        put_word(out, r == NULL || pooled ? 0 : (uint64_t)(uintptr_t)r->context);
-        return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
         put_int(out,
                 r == NULL ? 0 : (r->host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE));
-        return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-        put_word(out, r == NULL ? 0 : address);
-        return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-        put_word(out,
-                 r == NULL || !(r->host || r->kind == FAKE_CUDA_MANAGED) ? 0 : address);
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
         put_word(out, r == NULL ? 0 : r->id);
@@ -71,9 +42,6 @@ static CUresult attribute(void *out, CUpointer_attribute which, const fake_range
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
         put_word(out, r == NULL ? 0 : r->length);
         return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_MAPPED:
-        put_int(out, r != NULL);
-        return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
         put_word(out, r != NULL && r->kind == FAKE_CUDA_POOL
                           ? (uint64_t)(uintptr_t)r->context
@@ -84,19 +52,7 @@ static CUresult attribute(void *out, CUpointer_attribute which, const fake_range
     }
 }
 
-CUresult CUDAAPI cuPointerGetAttribute(void *data, CUpointer_attribute which,
-                                       CUdeviceptr pointer)
-{
-    CUresult result = fake_enter(__func__, FAKE_INIT);
-    if (result != CUDA_SUCCESS)
-        return result;
-    const fake_range *r = fake_find(pointer, 1);
-    if (r == NULL)
-        return fake_leave(CUDA_ERROR_INVALID_VALUE);
-    return fake_leave(attribute(data, which, r, pointer));
-}
-
-/* Unlike the one above this knows an answer for any pointer. */
+/* Knows an answer for any pointer. */
 CUresult CUDAAPI cuPointerGetAttributes(unsigned int n, CUpointer_attribute *which,
                                         void **data, CUdeviceptr pointer)
 {
@@ -105,6 +61,6 @@ CUresult CUDAAPI cuPointerGetAttributes(unsigned int n, CUpointer_attribute *whi
         return result;
     const fake_range *r = fake_find(pointer, 1);
     for (unsigned i = 0; i < n && result == CUDA_SUCCESS; i++)
-        result = attribute(data[i], which[i], r, pointer);
+        result = attribute(data[i], which[i], r);
     return fake_leave(result);
 }

@@ -285,13 +285,6 @@ CUresult CUDAAPI cuStreamCreate(CUstream *out, unsigned int flags)
     return fake_leave(CUDA_SUCCESS);
 }
 
-CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *out, unsigned int flags,
-                                            int priority)
-{
-    (void)priority; /* any is fine: CUDA takes the nearest that it has */
-    return cuStreamCreate(out, flags);
-}
-
 /* What is queued is done nevertheless. */
 CUresult CUDAAPI cuStreamDestroy(CUstream handle)
 {
@@ -401,12 +394,6 @@ CUresult fake_drain(CUcontext context)
         if (!fake_wait(&limit))
             fake_die("waited 30 s for device %d: its work is held", context->device);
     return context->failed;
-}
-
-CUresult CUDAAPI cuCtxSynchronize(void)
-{
-    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
-    return result != CUDA_SUCCESS ? result : fake_leave(fake_drain(fake_current()));
 }
 
 void fake_release_zombies(const struct CUctx_st *context)

@@ -52,12 +52,6 @@ CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t byte
     return cuMemcpyAsync(to, (CUdeviceptr)(uintptr_t)from, bytes, handle);
 }
 
-CUresult CUDAAPI cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes,
-                                   CUstream handle)
-{
-    return cuMemcpyAsync((CUdeviceptr)(uintptr_t)to, from, bytes, handle);
-}
-
 /* Not on a stream: what is held does not stop it. */
 CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes)
 {

@@ -3,10 +3,8 @@
 
 #include "ends.h"
 #include "testing.h"
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -39,29 +37,46 @@ uint64_t world_bytes(const world_tensor *t)
 }
 
 /* What the bytes of a tensor at a step have in common. */
-static uint64_t seed_of(const world *w, size_t tensor, uint64_t step)
+typedef struct step_bytes {
+    uint64_t seed, of_step; /* of_step: what a step adds */
+    uint64_t step;
+    bool is_sparse;
+} step_bytes;
+
+static step_bytes bytes_of(const world *w, size_t tensor, uint64_t step)
 {
-    return step * 0x9E3779B97F4A7C15u + tensor * 0xD6E8FEB86659FD93u +
-           w->salt * 0xA0761D6478BD642Fu;
+    return (step_bytes){.seed = tensor * 0xD6E8FEB86659FD93u +
+                                w->salt * 0xA0761D6478BD642Fu,
+                        .of_step = 0x9E3779B97F4A7C15u,
+                        .step = step,
+                        .is_sparse = w->deltas > 0};
 }
 
-static inline uint8_t byte_at(uint64_t seed, uint64_t offset)
+/* Of those that change seldom: at the last step whose turn theirs was. */
+static inline uint8_t byte_at(const step_bytes *s, uint64_t offset)
 {
-    uint64_t x = offset + seed;
+    uint64_t step = s->step, turn = 0;
+    if (s->is_sparse) {
+        turn = (((offset + 1) * 0x9E3779B97F4A7C15u >> 40) + s->step) % 400;
+        step = turn < step ? step - turn : 0;
+    }
+    uint64_t x = offset + s->seed + step * s->of_step;
     x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
     return (uint8_t)(x >> 40);
 }
 
 uint8_t world_byte(const world *w, size_t tensor, uint64_t step, uint64_t offset)
 {
-    return byte_at(seed_of(w, tensor, step), offset);
+    step_bytes s = bytes_of(w, tensor, step);
+    return byte_at(&s, offset);
 }
 
 void world_check(const world *w, size_t tensor, uint64_t step, const uint8_t *bytes)
 {
-    uint64_t n = world_bytes(&w->tensors[tensor]), seed = seed_of(w, tensor, step);
+    uint64_t n = world_bytes(&w->tensors[tensor]);
+    step_bytes s = bytes_of(w, tensor, step);
     for (uint64_t i = 0; i < n; i++) {
-        if (bytes[i] != byte_at(seed, i))
+        if (bytes[i] != byte_at(&s, i))
             fail_msg("%s differs from step %llu at byte %llu", w->tensors[tensor].name,
                      (unsigned long long)step, (unsigned long long)i);
     }
@@ -137,7 +152,7 @@ static void write_box(const world *w, size_t tensor, const fanin_box *box,
                       uint64_t step, uint8_t *to)
 {
     const world_tensor *t = &w->tensors[tensor];
-    uint64_t seed = seed_of(w, tensor, step);
+    step_bytes s = bytes_of(w, tensor, step);
     uint32_t last = t->n_dims ? t->n_dims - 1 : 0;
     uint64_t run = item(t) * (t->n_dims ? box->extent[last] : 1);
     uint64_t n = run ? box_bytes(t, box) / run : 0;
@@ -151,7 +166,7 @@ static void write_box(const world *w, size_t tensor, const fanin_box *box,
         }
         at *= item(t);
         for (uint64_t b = 0; b < run; b++)
-            to[b] = byte_at(seed, at + b);
+            to[b] = byte_at(&s, at + b);
     }
 }
 
@@ -280,21 +295,50 @@ void world_begin(world *w, size_t size, world_cut cut_by, uint64_t step)
         world_commit(w, step);
 }
 
+static uint16_t port_of(const world *w, size_t rank)
+{
+    return (uint16_t)atoi(strrchr(w->addresses[rank], ':') + 1);
+}
+
+/* Bound, and nobody listens: who connects is refused. */
+static void keep_port(world *w, size_t rank)
+{
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), one = 1;
+    struct sockaddr_in at = {.sin_family = AF_INET,
+                             .sin_port = htons(port_of(w, rank)),
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    (void)!setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    (void)!bind(fd, (struct sockaddr *)&at,
+                sizeof at); /* else another has it already */
+    w->ranks[rank].port_keeper = fd;
+}
+
+static void free_port(world *w, size_t rank)
+{
+    if (w->ranks[rank].port_keeper > 0)
+        close(w->ranks[rank].port_keeper);
+    w->ranks[rank].port_keeper = 0;
+}
+
 void world_stop_rank(world *w, size_t rank)
 {
+    bool runs = w->ranks[rank].server;
     fanin_server_destroy(&w->ranks[rank].server, 0);
+    if (runs)
+        keep_port(w, rank);
 }
 
 void world_restart_rank(world *w, size_t rank)
 {
-    const char *colon = strrchr(w->addresses[rank], ':');
-    start_rank(w, rank, (uint16_t)atoi(colon + 1));
+    free_port(w, rank);
+    start_rank(w, rank, port_of(w, rank));
 }
 
 void world_stop(world *w)
 {
     for (size_t i = 0; i < w->size; i++) {
-        world_stop_rank(w, i);
+        fanin_server_destroy(&w->ranks[i].server, 0);
+        free_port(w, i);
         free(w->ranks[i].memory);
     }
     *w = (world){0};
@@ -309,6 +353,7 @@ void world_commit_rank(world *w, size_t rank, uint64_t step)
     fanin_commit_options options;
     fanin_commit_options_init(&options, sizeof options);
     options.flags = w->snapshots ? FANIN_COMMIT_SNAPSHOT : 0;
+    options.deltas = w->deltas;
     assert_ok(fanin_server_commit(server, "lora:0", step, &options, &error), error);
     if (w->snapshots)
         memset(w->ranks[rank].memory, 0xee, w->ranks[rank].size);

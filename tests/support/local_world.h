@@ -33,6 +33,7 @@ typedef struct world_rank {
     uint8_t *memory; /**< all shards, 64-byte aligned each */
     size_t size;
     uint64_t step;
+    int port_keeper; /**< of a stopped rank: no other test's rank gets its port; 0: none */
 } world_rank;
 
 typedef struct world {
@@ -48,6 +49,8 @@ typedef struct world {
     uint32_t salt; /**< other bytes for the same steps */
     bool
         snapshots; /**< commits publish copies; the shards are overwritten after each */
+    uint32_t
+        deltas; /**< patches that snapshots keep; then a step changes one of some 400 bytes */
 } world;
 
 /** A few LoRA-like tensors of uneven shapes (10 x 33, vectors, an empty one, 3-d). */

@@ -5,11 +5,8 @@
 #include "testing.h"
 #include <fcntl.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define RUN "lora:0"
 
@@ -131,14 +128,6 @@ void obedient_kill(obedient_rank *r)
     kill(r->pid, SIGKILL);
     assert_int_equal(waitpid(r->pid, &status, 0), r->pid);
     r->pid = 0;
-}
-
-void obedient_stop(const obedient_rank *r)
-{
-    int status;
-    kill(r->pid, SIGSTOP);
-    assert_int_equal(waitpid(r->pid, &status, WUNTRACED), r->pid);
-    assert_true(WIFSTOPPED(status));
 }
 
 void obedient_end(obedient_rank *r)

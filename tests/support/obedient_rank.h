@@ -52,7 +52,6 @@ void obedient_address(const obedient_rank *r, char out[OBEDIENT_ADDRESS]);
 /** Returns when it has done each. */
 void obedient_tell(const obedient_rank *r, const char *words);
 void obedient_kill(obedient_rank *r);
-void obedient_stop(const obedient_rank *r); /**< by SIGSTOP, and waits for that */
 /** Kills it if it lives, and forgets it. */
 void obedient_end(obedient_rank *r);
 

@@ -2,10 +2,8 @@
 #include "own_process.h"
 #include "testing.h"
 
-#include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 fanin_error failure = FANIN_ERROR_INIT;
 

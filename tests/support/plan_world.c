@@ -3,9 +3,6 @@
 
 #include "convert.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define UNTOUCHED 0xEE
 
@@ -559,8 +556,17 @@ void world_execute(const world *w, landing *l, const plan *p)
 
 /* ---------------------------------------------------------------- slices */
 
+static bool is_in_runs(const group_run *runs, size_t n_runs, size_t group)
+{
+    bool is = false;
+    for (size_t i = 0; i < n_runs; i++)
+        is = is || (group >= runs[i].first && group - runs[i].first < runs[i].count);
+    return is;
+}
+
 /* Pieces of these groups, in order, which reach where they land. */
-static void check_slice(const plan *slice, size_t first, size_t count, const landing *l)
+static void check_slice(const plan *slice, const group_run *runs, size_t n_runs,
+                        const landing *l)
 {
     for (size_t s = 0; s < slice->n_ranks; s++) {
         const plan_rank *r = &slice->ranks[s];
@@ -569,7 +575,7 @@ static void check_slice(const plan *slice, size_t first, size_t count, const lan
             const piece *a = &r->pieces[i];
             uint64_t low, high;
             plan_piece_reach(slice, a, &low, &high);
-            assert_true(a->group >= first && a->group - first < count);
+            assert_true(is_in_runs(runs, n_runs, a->group));
             assert_true(low <= a->to && a->to < high && high <= l->size);
             if (i > 0)
                 assert_true(a[-1].box < a->box ||
@@ -580,28 +586,52 @@ static void check_slice(const plan *slice, size_t first, size_t count, const lan
     }
 }
 
+/* The groups of one of several slices, as runs: some touch one another, some are empty. */
+static size_t list_runs(world *w, const uint8_t *slice_of, size_t n_groups,
+                        uint8_t number, group_run *out)
+{
+    size_t n = 0;
+    for (size_t g = 0; g < n_groups; g++) {
+        group_run *last = n > 0 ? &out[n - 1] : NULL;
+        if (slice_of[g] == number && last && last->first + last->count == g &&
+            world_random(w, 2))
+            last->count++;
+        else if (slice_of[g] == number || world_random(w, 8) == 0)
+            out[n++] = (group_run){g, slice_of[g] == number};
+    }
+    return n;
+}
+
 void world_execute_slices(world *w, landing *l, const plan *p)
 {
     fanin_error error = FANIN_ERROR_INIT;
     plan_index index;
     size_t n_groups = l->targets ? l->n_targets : w->n_keys;
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, tensors = 0;
+    uint8_t *slice_of = calloc(n_groups + 1, 1);
+    group_run *runs = calloc(n_groups + 1, sizeof *runs);
+    assert_true(slice_of && runs);
+    for (size_t g = 0; g < n_groups; g++)
+        slice_of[g] = (uint8_t)world_random(w, 4);
     assert_ok(plan_index_build(p, n_groups, NULL, &index, &error), error);
     memset(l->bytes, UNTOUCHED, l->size + 1);
-    for (size_t end = n_groups, first; end > 0; end = first) {
+    for (uint8_t number = 0; number < 4; number++) {
         plan *slice;
-        first = end - 1 - world_random(w, end);
-        assert_ok(plan_slice_build(p, &index, first, end - first, NULL, &slice, &error),
-                  error);
-        check_slice(slice, first, end - first, l);
+        size_t n = list_runs(w, slice_of, n_groups, number, runs);
+        assert_ok(plan_slice_build(p, &index, runs, n, NULL, &slice, &error), error);
+        check_slice(slice, runs, n, l);
         bytes += slice->bytes;
+        tensors += slice->tensors;
         land_pieces(w, l, slice);
         plan_slice_free(&slice);
         assert_null(slice);
     }
     assert_int_equal(bytes, p->bytes);
+    assert_true(tensors <= n_groups);
     landing_compare(w, l);
     plan_index_free(&index);
+    free(slice_of);
+    free(runs);
 }
 
 /* ----------------------------------------------------------------- spans */

@@ -85,7 +85,7 @@ fanin_status world_plan(const world *w, const landing *l, plan **out,
 void world_check_plan(const world *w, const landing *l, const plan *p);
 /** Fills l->bytes by the plan's pieces and compares every byte. */
 void world_execute(const world *w, landing *l, const plan *p);
-/** The same by slices of some targets each (whole tensors: keys), the last ones first. */
+/** The same by slices of random targets each (whole tensors: keys). */
 void world_execute_slices(world *w, landing *l, const plan *p);
 /** The same by one-sided spans. */
 void world_execute_spans(const world *w, landing *l, const plan *p,

@@ -6,13 +6,8 @@
 #include "digest.h"
 #include "socket.h"
 #include "testing.h"
-#include <errno.h>
 #include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 #define MAX_PAIRS 16
 #define PIECE 65536

@@ -4,9 +4,6 @@
 #include "ends.h"
 #include "fetch/pattern.h"
 #include "testing.h"
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 static char run_zero[] = "0";
@@ -104,14 +101,6 @@ void rank_world_free(rank_world *w)
     free(w->address_list);
     free(w->seeds);
     tensor_list_free(&w->tensors);
-}
-
-fanin_client *rank_world_client(const rank_world *w, fanin_path path)
-{
-    fanin_client_config config = make_client_config();
-    config.no_ucx = false;
-    config.path = path;
-    return connect_client(&config, w->address_list, w->options.world_size);
 }
 
 void landing_make(const rank_world *w, landing *l)

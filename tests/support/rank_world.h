@@ -48,8 +48,6 @@ uint64_t rank_world_seed(const tensor_spec *t);
 void rank_world_stop(rank_world *w);
 void rank_world_free(rank_world *w);
 
-fanin_client *rank_world_client(const rank_world *w, fanin_path path);
-
 void landing_make(const rank_world *w, landing *l);
 void landing_free(landing *l);
 

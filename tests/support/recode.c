@@ -3,134 +3,29 @@
 
 #include <stdlib.h>
 
-/* One case for every message whose decoder and encoder take a struct alone. */
-#define RECODE(TYPE, name)                                                             \
-    case TYPE: {                                                                       \
-        msg_##name m;                                                                  \
-        status = decode_##name(in, &m);                                                \
+/* A case of the switch: declares m and more, decodes, and encodes if that was good. */
+#define RECODE_AS(declare, decode, encode, forget)                                     \
+    {                                                                                  \
+        declare;                                                                       \
+        status = decode;                                                               \
         if (!status)                                                                   \
-            encode_##name(out, request, &m);                                           \
+            encode;                                                                    \
+        forget;                                                                        \
         return status;                                                                 \
     }
-
-static fanin_status recode_list_ok(uint64_t request, body *in, buffer *out)
-{
-    msg_list_entry *entries;
-    uint32_t count;
-    fanin_status status = decode_list_ok(in, &entries, &count);
-    if (!status)
-        encode_list_ok(out, request, entries, count);
-    free(entries);
-    return status;
-}
-
-static fanin_status recode_stats(uint64_t request, body *in, buffer *out)
-{
-    char publication[80];
-    fanin_status status = decode_stats(in, publication);
-    if (!status)
-        encode_stats(out, request, publication[0] ? publication : NULL);
-    return status;
-}
-
-static fanin_status recode_stats_ok(uint64_t request, body *in, buffer *out)
-{
-    msg_stats_ok m;
-    fanin_status status = decode_stats_ok(in, &m);
-    if (!status)
-        encode_stats_ok(out, request, &m);
-    stats_free(&m);
-    return status;
-}
-
-static fanin_status recode_holders_ok(uint64_t request, body *in, buffer *out)
-{
-    msg_holders_ok m;
-    fanin_status status = decode_holders_ok(in, &m);
-    if (!status)
-        encode_holders_ok(out, request, &m);
-    holders_free(&m);
-    return status;
-}
-
-static fanin_status recode_landed_ok(uint64_t request, body *in, buffer *out)
-{
-    static landed_range ranges[LIMIT_LANDED_RANGES];
-    msg_landed_ok m;
-    fanin_status status = decode_landed_ok(in, &m, ranges);
-    if (!status)
-        encode_landed_ok(out, request, &m);
-    return status;
-}
-
-static fanin_status recode_read(uint64_t request, body *in, buffer *out)
-{
-    static read_entry entries[LIMIT_READ_ENTRIES];
-    msg_read m;
-    fanin_status status = decode_read(in, &m, entries);
-    if (!status)
-        encode_read(out, request, &m);
-    return status;
-}
-
-static fanin_status recode_digest(uint64_t request, body *in, buffer *out)
-{
-    static read_entry entries[LIMIT_READ_ENTRIES];
-    msg_read m;
-    fanin_status status = decode_digest(in, &m, entries);
-    if (!status)
-        encode_digest(out, request, &m);
-    return status;
-}
-
-static fanin_status recode_list(uint64_t request, body *in, buffer *out)
-{
-    char publication[80];
-    fanin_status status = decode_list(in, publication);
-    if (!status)
-        encode_list(out, request, publication[0] ? publication : NULL);
-    return status;
-}
-
-static fanin_status recode_blobs(message_type type, uint64_t request, body *in,
-                                 buffer *out)
-{
-    fanin_status status;
-    if (type == MSG_KEYS || type == MSG_BOXES || type == MSG_REGIONS) {
-        msg_blob_request m;
-        status = decode_blob_request(in, type, &m);
-        if (!status)
-            encode_blob_request(out, request, type, &m);
-        return status;
-    }
-    msg_blob_page m;
-    status = decode_blob_page(in, &m);
-    if (!status)
-        encode_blob_page(out, request, type, &m);
-    return status;
-}
-
-static fanin_status recode_open_path(message_type type, uint64_t request, body *in,
-                                     buffer *out)
-{
-    msg_open_path m;
-    fanin_status status = decode_open_path(in, &m);
-    if (!status)
-        encode_open_path(out, request, type, &m);
-    return status;
-}
-
-static fanin_status recode_empty(message_type type, uint64_t request, body *in,
-                                 buffer *out)
-{
-    fanin_status status = decode_empty(in);
-    if (!status)
-        encode_empty(out, request, type);
-    return status;
-}
+#define NOTHING (void)0
+#define RECODE_WITH(name, more, forget)                                                \
+    RECODE_AS(msg_##name m, decode_##name more, encode_##name(out, request, &m), forget)
+/* One whose decoder and encoder take a struct alone. */
+#define RECODE(TYPE, name)                                                             \
+    case TYPE:                                                                         \
+        RECODE_WITH(name, (in, &m), NOTHING)
 
 fanin_status recode_message(message_type type, uint64_t request, body *in, buffer *out)
 {
+    static landed_range ranges[LIMIT_LANDED_RANGES];
+    static read_entry entries[LIMIT_READ_ENTRIES];
+    char run[80];
     fanin_status status;
     switch (type) {
         RECODE(MSG_HELLO, hello)
@@ -149,35 +44,44 @@ fanin_status recode_message(message_type type, uint64_t request, body *in, buffe
         RECODE(MSG_HOLDERS, holders)
         RECODE(MSG_LANDED, landed)
     case MSG_HOLDERS_OK:
-        return recode_holders_ok(request, in, out);
+        RECODE_WITH(holders_ok, (in, &m), holders_free(&m))
     case MSG_LANDED_OK:
-        return recode_landed_ok(request, in, out);
-    case MSG_LIST:
-        return recode_list(request, in, out);
-    case MSG_LIST_OK:
-        return recode_list_ok(request, in, out);
-    case MSG_STATS:
-        return recode_stats(request, in, out);
+        RECODE_WITH(landed_ok, (in, &m, ranges), NOTHING)
     case MSG_STATS_OK:
-        return recode_stats_ok(request, in, out);
+        RECODE_WITH(stats_ok, (in, &m), stats_free(&m))
     case MSG_READ:
-        return recode_read(request, in, out);
+        RECODE_WITH(read, (in, &m, entries), NOTHING)
     case MSG_DIGEST:
-        return recode_digest(request, in, out);
+        RECODE_AS(msg_read m, decode_digest(in, &m, entries),
+                  encode_digest(out, request, &m), NOTHING)
+    case MSG_LIST:
+        RECODE_AS(NOTHING, decode_list(in, run),
+                  encode_list(out, request, run[0] ? run : NULL), NOTHING)
+    case MSG_STATS:
+        RECODE_AS(NOTHING, decode_stats(in, run),
+                  encode_stats(out, request, run[0] ? run : NULL), NOTHING)
+    case MSG_LIST_OK:
+        RECODE_AS(msg_list_entry * list; uint32_t n, decode_list_ok(in, &list, &n),
+                                         encode_list_ok(out, request, list, n),
+                                         free(list))
     case MSG_OPEN_PATH:
     case MSG_OPEN_PATH_OK:
-        return recode_open_path(type, request, in, out);
+        RECODE_AS(msg_open_path m, decode_open_path(in, &m),
+                  encode_open_path(out, request, type, &m), NOTHING)
     case MSG_KEYS:
-    case MSG_KEYS_OK:
     case MSG_BOXES:
-    case MSG_BOXES_OK:
     case MSG_REGIONS:
+        RECODE_AS(msg_blob_request m, decode_blob_request(in, type, &m),
+                  encode_blob_request(out, request, type, &m), NOTHING)
+    case MSG_KEYS_OK:
+    case MSG_BOXES_OK:
     case MSG_REGIONS_OK:
-        return recode_blobs(type, request, in, out);
+        RECODE_AS(msg_blob_page m, decode_blob_page(in, &m),
+                  encode_blob_page(out, request, type, &m), NOTHING)
     case MSG_PING:
     case MSG_PONG:
     case MSG_OFFER_OK:
-        return recode_empty(type, request, in, out);
+        RECODE_AS(NOTHING, decode_empty(in), encode_empty(out, request, type), NOTHING)
     default:
         in->why = "a message without a body of fields";
         return FANIN_ERR_UNSUPPORTED;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "samples.h"
+#include "patch.h"
 #include "ipc_key.h"
 #include "digest.h"
 
@@ -91,7 +92,8 @@ static void add_lists(samples *s)
          .bytes = 83886080,
          .state = WIRE_STATE_STABLE,
          .state_age_ms = 1500,
-         .commit_age_ms = 2500},
+         .commit_age_ms = 2500,
+         .taken_back = 41},
         {.publication = "lora:eval", .state = WIRE_STATE_UNPUBLISHED}};
     fill(entries[0].key_digest, 0x50);
     encode_list(add(s, "list_all"), SAMPLE_REQUEST, NULL);
@@ -187,6 +189,21 @@ static void add_blobs(samples *s)
                      &(msg_blob_page){0});
 }
 
+static void add_patches(samples *s, msg_wait wait, msg_wait_ok wait_ok)
+{
+    const patch_offers offers = {.generation = 84,
+                                 .directory_bytes = 8,
+                                 .first_box = 3,
+                                 .count = 2,
+                                 .patches = {{80, 1200}, {76, 1000}}};
+    uint8_t encoded[PATCH_OFFERS_BYTES];
+    wait.deltas = true;
+    wait_ok.patches.data = encoded;
+    wait_ok.patches.size = patch_offers_encode(&offers, encoded);
+    encode_wait(add(s, "wait_deltas"), SAMPLE_REQUEST, &wait);
+    encode_wait_ok(add(s, "wait_begun_patches"), SAMPLE_REQUEST, &wait_ok);
+}
+
 static void add_leases(samples *s)
 {
     msg_wait wait = {.publication = "lora:0",
@@ -210,6 +227,7 @@ static void add_leases(samples *s)
     wait_ok.epoch = wait_ok.word = 0;
     wait_ok.first_region = 1; /* of region_table_arenas */
     encode_wait_ok(add(s, "wait_begun_arena"), SAMPLE_REQUEST, &wait_ok);
+    add_patches(s, wait, wait_ok);
 
     msg_begin begin = {.publication = "lora:0", .step = 42, .catalog_version = 2};
     msg_begin_ok granted = {.granted = true, .epoch = 84, .lease_ms = 1000};

@@ -3,9 +3,6 @@
 #include "openssl.h"
 #include "testing.h"
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 static char folder[] = "/tmp/secrets-XXXXXX";
 static char paths[128][48];

@@ -3,12 +3,9 @@
 #include "socket.h"
 #include "testing.h"
 
-#include <errno.h>
 #include <poll.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #define MOST 16
 #define PATIENCE_MS 10000

@@ -2,8 +2,6 @@
 #include "server_device.h"
 #include "testing.h"
 
-#include <stdlib.h>
-
 #define MOST_MEMORY 16
 
 static void *allocated[MOST_MEMORY];

@@ -5,13 +5,8 @@
 #include "socket.h"
 #include "testing.h"
 
-#include <errno.h>
 #include <poll.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #define PATIENCE_MS 10000
 #define MOST_SERVERS 8
@@ -467,6 +462,26 @@ grant peer_wait(peer *p, wire_rule rule, uint64_t step)
 grant peer_newest(peer *p)
 {
     return peer_wait(p, WIRE_RULE_NEWEST, 0);
+}
+
+void peer_request_patches(peer *p, wire_rule rule, uint64_t step)
+{
+    buffer b = {0};
+    msg_wait m = {.publication = RUN,
+                  .rule = rule,
+                  .step = step,
+                  .timeout_ms = PATIENCE_MS,
+                  .deltas = true};
+    encode_wait(&b, ++p->request, &m);
+    peer_send(p, &b);
+}
+
+bool peer_patches(peer *p, patch_offers *out)
+{
+    msg_wait_ok ok;
+    body in = peer_expect(p, MSG_WAIT_OK);
+    assert_int_equal(decode_wait_ok(&in, &ok), FANIN_OK);
+    return patch_offers_decode(ok.patches, out);
 }
 
 void peer_request_begin(peer *p, const grant *g)

@@ -10,6 +10,7 @@
 
 #include "catalog.h"
 #include "messages.h"
+#include "patch.h"
 #include <fanin/server.h>
 
 #define RUN "lora:0"
@@ -106,6 +107,9 @@ void peer_request_wait(peer *p, const char *publication, wire_rule rule, uint64_
 grant peer_wait(peer *p, wire_rule rule,
                 uint64_t step); /**< of RUN, answered at once */
 grant peer_newest(peer *p);     /**< the same by WIRE_RULE_NEWEST */
+/** A wait that asks for patches too, and its answer; false: that says nothing of them. */
+void peer_request_patches(peer *p, wire_rule rule, uint64_t step);
+bool peer_patches(peer *p, patch_offers *out);
 void peer_request_begin(peer *p, const grant *g);
 msg_begin_ok peer_begin(peer *p, grant *g); /**< of RUN; fills in the token */
 grant peer_lease(peer *p);                  /**< wait and a granted begin */

@@ -4,13 +4,8 @@
 #include "host.h"
 #include "digest.h"
 #include "testing.h"
-#include <errno.h>
 #include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #define NANOSECONDS UINT64_C(1000000000)
 
@@ -248,7 +243,7 @@ static void fill_token(const stub_rank *r, uint8_t token[16])
 /* Whether the wait is answered now. */
 static bool answer_wait(stub_talk *t)
 {
-    uint8_t token[16];
+    uint8_t token[16], offers[PATCH_OFFERS_BYTES];
     const stub_rank *r = t->rank;
     if (r->state == WIRE_STATE_PAUSED) {
         stub_answer_error(t, t->waits, FANIN_ERR_PAUSED, "the run is paused");
@@ -257,6 +252,8 @@ static bool answer_wait(stub_talk *t)
         msg_wait_ok m = {.step = r->step, .catalog_version = r->version};
         digest id = digest_of(r->keys.data, r->keys.size);
         memcpy(m.key_digest, id.bytes, sizeof m.key_digest);
+        if (t->wait.deltas && r->patches.generation > 0)
+            m.patches = (bytes_view){offers, patch_offers_encode(&r->patches, offers)};
         fill_token(r, token);
         if (t->wait.begin_version == r->version && !r->old) {
             m.token = (bytes_view){token, sizeof token};
@@ -319,7 +316,7 @@ static bool answer_begin(stub_talk *t, uint64_t request, body *in)
     msg_begin m;
     assert_int_equal(decode_begin(in, &m), FANIN_OK);
     msg_begin_ok ok = {.granted = m.step == r->step && m.catalog_version == r->version,
-                       .epoch = r->step,
+                       .epoch = r->patches.generation ? r->patches.generation : r->step,
                        .lease_ms = 1000,
                        .state = r->state,
                        .step = r->step,
@@ -330,22 +327,35 @@ static bool answer_begin(stub_talk *t, uint64_t request, body *in)
     return true;
 }
 
-/* A rank has one box. */
+/* Of its one box, or of a patch: of what there is. */
+static void append_entry(stub_talk *t, const read_entry *e)
+{
+    const stub_rank *r = t->rank;
+    uint64_t number = e->box - r->patches.first_box;
+    bool of_patch = r->patches.generation > 0 && e->box >= r->patches.first_box;
+    bytes_view from = {r->bytes, r->size};
+    if (of_patch && number < PATCH_BOXES * PATCHES_MOST)
+        from = (bytes_view){r->patch_boxes[number].data, r->patch_boxes[number].size};
+    uint64_t offset = e->count ? 0 : e->offset, length = e->count ? r->size : e->length;
+    assert_true(of_patch || offset + length <= r->size);
+    for (uint64_t i = 0; i < length; i += 65536) {
+        static const uint8_t zeros[65536];
+        uint64_t step = length - i < sizeof zeros ? length - i : sizeof zeros;
+        bool is_there = offset + i + step <= from.size;
+        buffer_append(&t->out, is_there ? from.data + offset + i : zeros, step);
+    }
+}
+
 static bool answer_read(stub_talk *t, uint64_t request, body *in)
 {
     static read_entry entries[LIMIT_READ_ENTRIES];
-    const stub_rank *r = t->rank;
     msg_read m;
     assert_int_equal(decode_read(in, &m, entries), FANIN_OK);
     bool sealed = t->out.sealed;
     size_t start = t->out.size;
     encode_read_ok(&t->out, request, (uint32_t)m.bytes);
-    for (uint32_t i = 0; i < m.n_entries; i++) {
-        uint64_t offset = entries[i].count ? 0 : entries[i].offset;
-        uint64_t length = entries[i].count ? r->size : entries[i].length;
-        assert_true(offset + length <= r->size);
-        buffer_append(&t->out, r->bytes + offset, length);
-    }
+    for (uint32_t i = 0; i < m.n_entries; i++)
+        append_entry(t, &entries[i]);
     if (!sealed)
         return true;
     uint8_t seal[SEAL_SIZE];
@@ -436,6 +446,8 @@ void stub_rank_stop(stub_rank *r)
     buffer_free(&r->keys);
     buffer_free(&r->boxes);
     buffer_free(&r->regions);
+    for (size_t i = 0; i < PATCH_BOXES * PATCHES_MOST; i++)
+        buffer_free(&r->patch_boxes[i]);
     free(r->bytes);
 }
 
@@ -479,6 +491,57 @@ void stub_rank_commit(stub_rank *r, uint64_t step)
         if (t->source.fd >= 0 && t->waits && answer_wait(t))
             stub_talk_flush(t);
     }
+}
+
+/* ------------------------------------------------------------------ patches */
+
+static void put_little(buffer *b, uint64_t value, unsigned bytes)
+{
+    for (unsigned i = 0; i < bytes; i++)
+        buffer_append(b, &(uint8_t){(uint8_t)(value >> 8 * i)}, 1);
+}
+
+static void make_patch(const stub_rank *r, const uint8_t *is, buffer *directory,
+                       buffer *changes)
+{
+    for (uint64_t start = 0; start < r->size; start += PATCH_SEGMENT) {
+        buffer places = {0}, words = {0};
+        for (uint64_t at = start; at < r->size && at < start + PATCH_SEGMENT; at += 2) {
+            uint64_t length = at + 1 < r->size ? 2 : 1;
+            if (memcmp(r->bytes + at, is + at, length) == 0)
+                continue;
+            put_little(&places, (at - start) / 2, 2);
+            put_little(&words, is[at] | (length > 1 ? is[at + 1] << 8 : 0), 2);
+        }
+        put_little(directory, places.size / 2, 4);
+        buffer_append(changes, places.data, places.size);
+        buffer_append(changes, words.data, words.size);
+        buffer_free(&places);
+        buffer_free(&words);
+    }
+}
+
+void stub_rank_patch(stub_rank *r, uint64_t step, uint8_t *bytes, uint32_t most)
+{
+    patch_offers *o = &r->patches;
+    uint64_t from = o->generation ? o->generation : r->step;
+    o->count = o->count + 1 < most ? o->count + 1 : most;
+    buffer_free(&r->patch_boxes[PATCH_BOXES * (PATCHES_MOST - 1)]);
+    buffer_free(&r->patch_boxes[PATCH_BOXES * (PATCHES_MOST - 1) + 1]);
+    for (size_t i = PATCHES_MOST - 1; i > 0; i--) {
+        o->patches[i] = o->patches[i - 1];
+        memcpy(&r->patch_boxes[PATCH_BOXES * i], &r->patch_boxes[PATCH_BOXES * (i - 1)],
+               PATCH_BOXES * sizeof(buffer));
+    }
+    memset(r->patch_boxes, 0, PATCH_BOXES * sizeof(buffer));
+    make_patch(r, bytes, &r->patch_boxes[0], &r->patch_boxes[1]);
+    o->patches[0] = (struct patch_offer){from, r->patch_boxes[1].size};
+    o->generation = step;
+    o->directory_bytes = patch_directory_bytes(r->size);
+    o->first_box = 1;
+    free(r->bytes);
+    r->bytes = bytes;
+    stub_rank_commit(r, step);
 }
 
 /* -------------------------------------------------------------------- world */

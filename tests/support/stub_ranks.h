@@ -17,6 +17,7 @@
 #include "framing.h"
 #include "messages.h"
 #include "net/client_state.h"
+#include "patch.h"
 
 #define STUB_RANKS 4
 #define STUB_TALKS 8
@@ -65,6 +66,9 @@ struct stub_rank {
     buffer keys, boxes, regions;
     uint8_t *bytes;
     uint64_t size;
+    /* The patches that it tells of, if it is asked, and serves; of generation 0: none. */
+    patch_offers patches;
+    buffer patch_boxes[PATCH_BOXES * PATCHES_MOST];
 };
 
 /** Listens on a free port of 127.0.0.1 and on the Unix name beside it, alone in its world, and
@@ -90,6 +94,9 @@ void stub_seal_hello(stub_talk *t, const body *hello, size_t reply);
 void stub_rank_put(stub_rank *r, uint32_t part, uint32_t parts, uint64_t size);
 /** Its step from now on; waits that this fulfils are answered. */
 void stub_rank_commit(stub_rank *r, uint64_t step);
+/** The same with other bytes, which are taken, and the patch that leads there; @p most: that are
+    kept, at most PATCHES_MOST. The copy's generation is the step. */
+void stub_rank_patch(stub_rank *r, uint64_t step, uint8_t *bytes, uint32_t most);
 /** The byte of the tensor at @p offset, at any step. */
 uint8_t stub_byte(uint64_t offset);
 

@@ -3,7 +3,6 @@
 
 #include "ends.h"
 #include "testing.h"
-#include <string.h>
 
 static void put(verify_scene *s)
 {

@@ -58,6 +58,10 @@ typedef struct bench_limits {
 bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
+/** Calls @p work for each of @p n items of @p size bytes, all at once: the calling thread for the
+    first one. 0, or errno if there was no thread for one, behind those that there were. */
+int bench_together(void *(*work)(void *), void *items, size_t size, uint32_t n);
+
 /** What was measured: @p count times, or @p problem, NULL if there is none. */
 void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
                      const char *problem);

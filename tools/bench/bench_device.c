@@ -8,7 +8,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -199,20 +198,16 @@ static void *populate(void *cookie)
 static int populate_all(uint8_t *memory, uint64_t bytes, uint32_t threads)
 {
     populator parts[MAX_THREADS];
-    pthread_t handles[MAX_THREADS];
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
     uint64_t share = (bytes / threads + page) / page * page;
-    uint32_t started = 0;
-    int failed = 0;
-    for (uint32_t i = 0; i < threads && failed == 0 && i * share < bytes; i++) {
-        uint64_t left = bytes - i * share;
-        parts[i] = (populator){memory + i * share, left < share ? left : share, 0};
-        failed = pthread_create(&handles[i], NULL, populate, &parts[i]);
-        started += failed == 0;
+    uint32_t n = 0;
+    for (; n < threads && n * share < bytes; n++) {
+        uint64_t left = bytes - n * share;
+        parts[n] = (populator){memory + n * share, left < share ? left : share, 0};
     }
-    for (uint32_t i = 0; i < started; i++) {
-        pthread_join(handles[i], NULL);
-        failed = failed != 0 ? failed : parts[i].failed;
+    int failed = bench_together(populate, parts, sizeof parts[0], n);
+    for (uint32_t i = 0; i < n && failed == 0; i++) {
+        failed = parts[i].failed;
     }
     return failed;
 }

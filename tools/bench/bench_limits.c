@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -72,6 +71,22 @@ static void limits_add_rank(pieces *p, pid_t pid, const rank_extent *shards,
     free(sorted);
 }
 
+int bench_together(void *(*work)(void *), void *items, size_t size, uint32_t n)
+{
+    pthread_t threads[2 * MAX_THREADS];
+    uint32_t started = 1;
+    int failed = 0;
+    for (; started < n && failed == 0; started += failed == 0) {
+        void *item = (char *)items + started * size;
+        failed = pthread_create(&threads[started], NULL, work, item);
+    }
+    work(items);
+    for (uint32_t i = 1; i < started; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    return failed;
+}
+
 typedef struct reader {
     const pieces *pieces;
     const arena *arena;
@@ -97,21 +112,13 @@ static void *read_pieces(void *cookie)
 
 static int read_once(const pieces *p, const arena *a, uint32_t threads)
 {
-    reader readers[MAX_THREADS] = {{.pieces = p, .arena = a, .step = threads}};
-    pthread_t handles[MAX_THREADS];
-    int failed = 0;
-    uint32_t started = 1;
-    for (uint32_t t = 1; t < threads && failed == 0; t++) {
+    reader readers[MAX_THREADS] = {0};
+    for (uint32_t t = 0; t < threads; t++) {
         readers[t] = (reader){p, a, t, threads, 0};
-        failed = pthread_create(&handles[t], NULL, read_pieces, &readers[t]);
-        started += failed == 0;
     }
-    read_pieces(&readers[0]);
-    for (uint32_t t = 0; t < started; t++) {
-        if (t > 0) {
-            pthread_join(handles[t], NULL);
-        }
-        failed = failed != 0 ? failed : readers[t].failed;
+    int failed = bench_together(read_pieces, readers, sizeof readers[0], threads);
+    for (uint32_t t = 0; t < threads && failed == 0; t++) {
+        failed = readers[t].failed;
     }
     return failed;
 }
@@ -166,82 +173,38 @@ void bench_memcpy(bench_limits *limits, const arena *a)
 
 /* Of what is unsent more than ROOM (doubled by the kernel) has left the CPU's caches before it is
    read. */
-enum { ROOM = 512 << 10, MAX_LANES = 64, DEADLINE_S = 60 };
+enum { ROOM = 512 << 10, DEADLINE_S = 60 };
 
-/* A connection from 127.0.0.1 to itself, and the part of the memory that goes over it. */
-typedef struct lane {
-    int out, in;
-    uint8_t *from, *to;
+/* One end of a connection from 127.0.0.1 to itself, and the part of the memory that goes over it.
+   Of each lane the end that sends comes first. */
+typedef struct lane_end {
+    int socket;
+    bool sends;
+    uint8_t *memory;
     uint64_t bytes;
-    int unsent, unread; /* errno of either end; 0: all went */
-} lane;
+    int failed; /* errno; 0: all went */
+} lane_end;
 
-static size_t step_of(const lane *l, uint64_t at)
+static void *move_all(void *cookie)
 {
-    return l->bytes - at < PIECE ? (size_t)(l->bytes - at) : (size_t)PIECE;
-}
-
-static void *send_all(void *cookie)
-{
-    lane *l = cookie;
-    for (uint64_t at = 0; at < l->bytes;) {
-        ssize_t n = send(l->out, l->from + at, step_of(l, at), MSG_NOSIGNAL);
-        if (n < 0) {
-            l->unsent = errno;
-            shutdown(l->out, SHUT_RDWR); /* so that the other end does not wait */
-            break;
-        }
-        at += (uint64_t)n;
-    }
-    return NULL;
-}
-
-static void *receive_all(void *cookie)
-{
-    lane *l = cookie;
-    for (uint64_t at = 0; at < l->bytes;) {
-        ssize_t n = recv(l->in, l->to + at, step_of(l, at), 0);
+    lane_end *e = cookie;
+    for (uint64_t at = 0; at < e->bytes && e->failed == 0;) {
+        uint64_t left = e->bytes - at;
+        size_t step = left < PIECE ? (size_t)left : (size_t)PIECE;
+        ssize_t n = e->sends ? send(e->socket, e->memory + at, step, MSG_NOSIGNAL)
+                             : recv(e->socket, e->memory + at, step, 0);
         if (n <= 0) {
-            l->unread = n < 0 ? errno : ECONNRESET;
-            shutdown(l->in, SHUT_RDWR);
-            break;
+            e->failed = n < 0 ? errno : ECONNRESET;
+            shutdown(e->socket, SHUT_RDWR); /* so that the other end does not wait */
+        } else {
+            at += (uint64_t)n;
         }
-        at += (uint64_t)n;
     }
     return NULL;
-}
-
-/* Two threads a lane, one at either end; the calling one is among them. */
-static int move_once(lane *lanes, uint32_t n)
-{
-    pthread_t senders[MAX_LANES], receivers[MAX_LANES];
-    uint32_t sending = 0, receiving = 1;
-    int failed = 0;
-    for (; sending < n && failed == 0; sending += failed == 0) {
-        failed = pthread_create(&senders[sending], NULL, send_all, &lanes[sending]);
-    }
-    for (; receiving < n && failed == 0; receiving += failed == 0) {
-        failed =
-            pthread_create(&receivers[receiving], NULL, receive_all, &lanes[receiving]);
-    }
-    for (uint32_t i = 0; i < n && failed != 0; i++) {
-        shutdown(lanes[i].out, SHUT_RDWR);
-    }
-    receive_all(&lanes[0]);
-    for (uint32_t i = 0; i < sending; i++) {
-        pthread_join(senders[i], NULL);
-    }
-    for (uint32_t i = 1; i < receiving; i++) {
-        pthread_join(receivers[i], NULL);
-    }
-    for (uint32_t i = 0; i < n && failed == 0; i++) {
-        failed = lanes[i].unsent != 0 ? lanes[i].unsent : lanes[i].unread;
-    }
-    return failed;
 }
 
 /* 0, or errno. */
-static int connect_lane(lane *l)
+static int connect_lane(lane_end ends[2])
 {
     struct sockaddr_in at = {.sin_family = AF_INET,
                              .sin_addr = {htonl(INADDR_LOOPBACK)}};
@@ -249,17 +212,16 @@ static int connect_lane(lane *l)
     int room = ROOM;
     socklen_t size = sizeof at;
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    l->out = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    bool good = listener >= 0 && l->out >= 0 &&
+    int out = ends[0].socket = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    bool good = listener >= 0 && out >= 0 &&
                 bind(listener, (struct sockaddr *)&at, sizeof at) == 0 &&
                 listen(listener, 1) == 0 &&
                 getsockname(listener, (struct sockaddr *)&at, &size) == 0 &&
-                connect(l->out, (struct sockaddr *)&at, sizeof at) == 0;
-    l->in = good ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
-    good = l->in >= 0 &&
-           setsockopt(l->out, SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0 &&
-           setsockopt(l->out, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most) == 0 &&
-           setsockopt(l->in, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most) == 0;
+                connect(out, (struct sockaddr *)&at, sizeof at) == 0;
+    int in = ends[1].socket = good ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
+    good = in >= 0 && setsockopt(out, SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0 &&
+           setsockopt(out, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most) == 0 &&
+           setsockopt(in, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most) == 0;
     int failed = good ? 0 : errno;
     if (listener >= 0) {
         close(listener);
@@ -267,37 +229,25 @@ static int connect_lane(lane *l)
     return failed;
 }
 
-static int open_lanes(lane *lanes, uint32_t n, const arena *a, uint8_t *source)
+static int open_lanes(lane_end *ends, uint32_t n, const arena *a, uint8_t *source)
 {
     int failed = 0;
     for (uint32_t i = 0; i < n; i++) {
-        uint64_t first = a->size * i / n;
-        uint64_t end = a->size * (i + 1) / n;
-        lanes[i] = (lane){-1, -1, source + first, a->memory + first, end - first, 0, 0};
-        failed = failed != 0 ? failed : connect_lane(&lanes[i]);
+        uint64_t first = a->size * i / n, bytes = a->size * (i + 1) / n - first;
+        ends[2 * i] = (lane_end){-1, true, source + first, bytes, 0};
+        ends[2 * i + 1] = (lane_end){-1, false, a->memory + first, bytes, 0};
+        failed = failed != 0 ? failed : connect_lane(&ends[2 * i]);
     }
     return failed;
 }
 
-static void close_lanes(const lane *lanes, uint32_t n)
-{
-    for (uint32_t i = 0; i < n; i++) {
-        if (lanes[i].out >= 0) {
-            close(lanes[i].out);
-        }
-        if (lanes[i].in >= 0) {
-            close(lanes[i].in);
-        }
-    }
-}
-
 void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads)
 {
-    lane lanes[MAX_LANES] = {0};
+    lane_end ends[2 * MAX_THREADS];
     uint64_t times[ROUNDS];
     bench_limit *limit = bench_limit_add(limits, "TCP");
     uint8_t *source = arena_map(a->size);
-    threads = threads < MAX_LANES ? threads : MAX_LANES;
+    threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     threads = threads > 0 ? threads : 1;
     limit->threads = threads;
     limit->bytes = a->size;
@@ -306,14 +256,21 @@ void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads)
         return;
     }
     memset(source, 1, a->size); /* all pages its own, not the zero page */
-    int failed = open_lanes(lanes, threads, a, source);
+    int failed = open_lanes(ends, threads, a, source);
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
         uint64_t start = progress_now_ns();
-        failed = move_once(lanes, threads);
+        failed = bench_together(move_all, ends, sizeof ends[0], 2 * threads);
+        for (uint32_t i = 0; i < 2 * threads && failed == 0; i++) {
+            failed = ends[i].failed;
+        }
         times[round] = progress_now_ns() - start;
     }
     bench_limit_end(limit, times, ROUNDS, failed != 0 ? strerror(failed) : NULL);
-    close_lanes(lanes, threads);
+    for (uint32_t i = 0; i < 2 * threads; i++) {
+        if (ends[i].socket >= 0) {
+            close(ends[i].socket);
+        }
+    }
     munmap(source, a->size > 0 ? a->size : 1);
 }
 
@@ -389,20 +346,11 @@ static void *encrypt(void *cookie)
 static bool encrypt_once(uint64_t bytes, uint32_t threads)
 {
     worker workers[MAX_THREADS] = {0};
-    pthread_t handles[MAX_THREADS];
-    bool good = true;
-    uint32_t started = 1;
     for (uint32_t t = 0; t < threads; t++) {
         workers[t].bytes = bytes * (t + 1) / threads - bytes * t / threads;
     }
-    for (; started < threads && good; started += good) {
-        good = pthread_create(&handles[started], NULL, encrypt, &workers[started]) == 0;
-    }
-    encrypt(&workers[0]);
-    for (uint32_t t = 1; t < started; t++) {
-        pthread_join(handles[t], NULL);
-    }
-    for (uint32_t t = 0; t < started; t++) {
+    bool good = bench_together(encrypt, workers, sizeof workers[0], threads) == 0;
+    for (uint32_t t = 0; t < threads; t++) {
         good = good && !workers[t].failed;
     }
     return good;

@@ -11,7 +11,6 @@
 #include "fetch/session.h"
 
 #include <poll.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>

@@ -3,7 +3,6 @@
 #include "fetch/failure.h"
 #include "fetch/output.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

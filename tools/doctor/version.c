@@ -6,7 +6,6 @@
 #include "ucx.h"
 
 #include <fanin/types.h>
-#include <stdio.h>
 
 static void print_ucx(void)
 {

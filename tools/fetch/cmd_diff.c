@@ -7,8 +7,6 @@
 #include "fetch/output.h"
 #include "fetch/progress.h"
 
-#include <ctype.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

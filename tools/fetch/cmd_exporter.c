@@ -1,27 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a run is at, for Prometheus: Python serves what `nixl-fetch status --json` tells. */
-#include "fetch/command.h"
-#include "fetch/failure.h"
-#include "fetch/output.h"
+#include "fetch/python.h"
 #include "fetch/session.h"
 
-#include <errno.h>
-#include <limits.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-
-#define PYTHON "python3"
-#define REMEDY                                                                         \
-    "put a " PYTHON " first into the PATH that has fanin's package, of this version"
-
-static const char program[] =
-    "import sys\n"
-    "try:\n"
-    "    from fanin._exporter import main\n"
-    "except ImportError as error:\n"
-    "    sys.exit(f\"nixl-fetch: no exporter: {error}: " REMEDY "\")\n"
-    "main(*sys.argv[1:])\n";
 
 typedef struct exporter {
     char *listen;
@@ -29,7 +11,7 @@ typedef struct exporter {
 } exporter;
 
 /* The words of the command line for `status`: all but --listen. */
-static void exporter_take_words(const char **from, const char **to)
+static void exporter_add_words(python *p, const char **from)
 {
     while (*from != NULL) {
         if (strcmp(*from, "--listen") == 0) {
@@ -37,42 +19,25 @@ static void exporter_take_words(const char **from, const char **to)
         } else if (strncmp(*from, "--listen=", strlen("--listen=")) == 0) {
             from++;
         } else {
-            *to++ = *from++;
+            python_add(p, *from++);
         }
     }
 }
 
 static int serve(session *s, const invocation *line, void *cookie)
 {
-    (void)line;
-    exporter *e = cookie;
-    size_t count = 0;
-    char self[PATH_MAX] = "";
+    const exporter *e = cookie;
+    python p;
     int code = session_need_run(s);
     if (code != 0) {
         return code;
     }
-    if (readlink("/proc/self/exe", self, sizeof self - 1) < 0) {
-        return failure_local("no exporter", FANIN_ERR_IO, "mount /proc",
-                             "cannot find this program: %s", strerror(errno));
-    }
-    while (e->argv[count] != NULL) {
-        count++;
-    }
-    const char *const first[] = {
-        PYTHON,         "-c", program, e->listen != NULL ? e->listen : "127.0.0.1:9470",
-        s->publication, self,
-    };
-    size_t n_first = sizeof first / sizeof *first;
-    const char **words = output_require(calloc(n_first + count + 1, sizeof *words));
-    memcpy(words, first, sizeof first);
-    exporter_take_words(e->argv + 1, words + n_first);
-    setenv("PYTHONSAFEPATH", "1", 1); /* modules are not the working directory's */
-    execvp(PYTHON, (char *const *)words);
-    code = failure_local("no exporter", FANIN_ERR_IO, REMEDY,
-                         "cannot run " PYTHON ": %s", strerror(errno));
-    free(words);
-    return code;
+    python_start(&p, s->command, &line->common);
+    python_add(&p, e->listen != NULL ? e->listen : "127.0.0.1:9470");
+    python_add(&p, s->publication);
+    python_add_self(&p);
+    exporter_add_words(&p, e->argv + 1);
+    return python_become(&p);
 }
 
 static int run(const command *self, int argc, const char **argv)
@@ -105,5 +70,6 @@ const command cmd_exporter = {
         "first\n"
         "python3 of the PATH serves the page; it must have fanin's package.",
     .of_some = true,
+    .untraced = true,
     .run = run,
 };

@@ -3,13 +3,11 @@
 #include "fetch/failure.h"
 #include "fetch/options.h"
 #include "fetch/output.h"
+#include "fetch/whole_tensor.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
-#include <unistd.h>
 
 enum { SECRET = 32, LINE = 2 * SECRET + 1 };
 
@@ -28,38 +26,21 @@ static bool secret_draw(char line[LINE])
     return drawn;
 }
 
-static int secret_cannot(const char *path, int reason)
-{
-    bool exists = reason == EEXIST;
-    return failure_local("cannot make a secret",
-                         exists ? FANIN_ERR_EXISTS : FANIN_ERR_IO,
-                         exists ? "remove it first, if nothing uses it"
-                                : "give a file in a directory that can be written",
-                         "%s: %s", path, strerror(reason));
-}
-
-/* Never over a file that is there, nor through a link. What was begun and failed is taken away. */
 static int secret_make_file(const char *path)
 {
     char line[LINE];
+    fanin_error error = FANIN_ERROR_INIT;
     if (!secret_draw(line)) {
-        return secret_cannot(path, EIO);
+        return failure_local("cannot make a secret", FANIN_ERR_IO, "try again",
+                             "%s: the kernel gives no random bytes", path);
     }
-    int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (file < 0) {
-        explicit_bzero(line, sizeof line);
-        return secret_cannot(path, errno);
-    }
-    errno = 0;
-    bool good = write(file, line, LINE) == LINE && fsync(file) == 0;
-    int reason = errno != 0 ? errno : ENOSPC;
+    fanin_status status = whole_file_write(path, line, LINE, &error);
     explicit_bzero(line, sizeof line);
-    good = close(file) == 0 && good;
-    if (!good) {
-        unlink(path);
-        return secret_cannot(path, reason);
+    if (status == FANIN_ERR_EXISTS) {
+        snprintf(error.remedy, sizeof error.remedy,
+                 "remove it first, if nothing uses it");
     }
-    return 0;
+    return status == FANIN_OK ? 0 : failure_report("cannot make a secret", &error);
 }
 
 static int run(const command *self, int argc, const char **argv)

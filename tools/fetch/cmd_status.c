@@ -8,11 +8,9 @@
 #include "fetch/rank_states.h"
 #include "fetch/terminal.h"
 
-#include <inttypes.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct request {
     char *max_age;
@@ -73,14 +71,9 @@ static void print_relays(const look_rank *r)
 
 static void print_text(const session *s, const look *l, const problems *p)
 {
-    uint32_t there = 0;
-    char commit[COMMIT_TEXT];
-    for (uint32_t i = 0; i < l->count; i++) {
-        there += look_answered(&l->ranks[i]);
-    }
-    terminal_print("%s: step %" PRIu64 ", %u of %u ranks answer%s%s%s", s->publication,
-                   l->newest, there, l->asked, look_relays(l).s,
-                   p->count == 0 ? ", nothing is wrong" : "", last_commit(l, commit));
+    char commit[COMMIT_TEXT], *summary = look_summary(s, l, p);
+    terminal_print("%s%s", summary, last_commit(l, commit));
+    free(summary);
     for (size_t i = 0; i < p->count; i++) {
         const problem *one = &p->list[i];
         terminal_print("  %s", one->text);

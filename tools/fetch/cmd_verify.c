@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/check.h"
 #include "fetch/command.h"
-#include "fetch/engine_proof.h"
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
+#include "fetch/python.h"
 #include "fetch/session.h"
 #include "fetch/tensor_directory.h"
 #include "fetch/whole_tensor.h"
@@ -18,7 +18,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #define IDENTITY "fanin.json"
 
@@ -438,6 +437,57 @@ static int verify_directory(verifier *v, const invocation *line)
     return code != 0 ? code : verify_target(v);
 }
 
+/* ---------------------------------------------------------------- what an engine serves */
+
+static void add_given(python *p, const char *option, const char *value)
+{
+    if (value != NULL) {
+        python_add(p, option);
+        python_add(p, value);
+    }
+}
+
+/* The target as Python takes it. */
+static char *trainer_of(const target *t)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&text, &size));
+    fputs(t->file != NULL ? t->file : "", stream);
+    for (uint32_t i = 0; t->file == NULL && i < t->count; i++) {
+        fprintf(stream, "%s%s", i > 0 ? "," : "", t->addresses[i]);
+    }
+    fclose(stream);
+    return output_require(text);
+}
+
+/* Digests of what an engine holds are its workers' to make, in Python; so the comparison is there.
+   Nothing is connected here. */
+static int become_check(const session *s, const invocation *line, const char *url)
+{
+    static const uint8_t none[FANIN_WORLD_ID_SIZE];
+    const fanin_client_config *config = &s->config;
+    const output_text world = output_hex(config->world_id, sizeof none);
+    uint32_t left_ms = session_left_ms(s);
+    char left[32];
+    python p;
+    snprintf(left, sizeof left, "%u.%03u", left_ms / 1000, left_ms % 1000);
+    python_start(&p, s->command, &line->common);
+    python_add(&p, left);
+    add_given(&p, "--run", s->publication);
+    add_given(&p, "--server-name", config->server_name);
+    add_given(&p, "--world-id",
+              memcmp(config->world_id, none, sizeof none) != 0 ? world.s : NULL);
+    add_given(&p, "--secret-file", config->secret_file);
+    add_given(&p, "--tls-cert", config->tls_cert);
+    add_given(&p, "--tls-key", config->tls_key);
+    add_given(&p, "--tls-ca", config->tls_ca);
+    python_add(&p, "--");
+    python_add(&p, url);
+    python_add(&p, trainer_of(&s->target));
+    return python_become(&p);
+}
+
 static int verify_engine(const verifier *v, session *s, const invocation *line)
 {
     const char *other = options_given_other(
@@ -449,7 +499,15 @@ static int verify_engine(const verifier *v, session *s, const invocation *line)
                              other != NULL ? "--" : "a directory, ",
                              other != NULL ? other : line->words[0]);
     }
-    return engine_proof(s, line, v->engine);
+    char run[OPTIONS_PUBLICATION];
+    int code = 0;
+    if (line->run == NULL && !options_is_model(s->publication)) {
+        snprintf(run, sizeof run, "full:%s",
+                 s->target.run[0] != '\0' ? s->target.run : "0");
+        code = session_choose_run(s, run);
+    }
+    session_be_patient(s, line);
+    return code != 0 ? code : become_check(s, line, v->engine);
 }
 
 static int open_and_verify(session *s, const invocation *line, void *cookie)

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/command.h"
-#include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"

@@ -12,13 +12,14 @@ typedef struct command {
     const char *help;      /**< examples and paragraphs, printed before the options */
     bool of_some;          /**< one address alone may be that of a rank among others */
     bool takes_directory;  /**< as a word behind TARGET and run */
+    bool untraced;         /**< other processes do all of it: it has no --trace */
     /** @p argv[0] is "nixl-fetch NAME". Returns the exit status. */
     int (*run)(const struct command *self, int argc, const char **argv);
 } command;
 
 extern const command cmd_list, cmd_show, cmd_ping, cmd_pull, cmd_verify, cmd_watch,
     cmd_status, cmd_top, cmd_exporter, cmd_diff, cmd_bundle, cmd_map, cmd_serve,
-    cmd_bench, cmd_doctor, cmd_secret, cmd_trace;
+    cmd_bench, cmd_doctor, cmd_secret, cmd_trace, cmd_relay;
 
 /** The one of @p all, NULL at the end, that has this name; NULL if there is none. */
 const command *command_find(const command *const *all, const char *name);

@@ -2,7 +2,7 @@
 #include "fetch/diff_side.h"
 #include "fetch/check.h"
 #include "fetch/failure.h"
-#include "fetch/interrupt.h"
+#include "fetch/memory_left.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/waiting.h"
@@ -118,27 +118,11 @@ static bool diff_side_on_entry(void *cookie, const fanin_entry *e)
     return true;
 }
 
-/* Memory that can be had without swapping; UINT64_MAX: the kernel does not say. */
-static uint64_t available_bytes(void)
-{
-    uint64_t kib = UINT64_MAX / 1024;
-    char row[128];
-    FILE *stream = fopen("/proc/meminfo", "re");
-    while (stream != NULL && fgets(row, sizeof row, stream) != NULL) {
-        if (strncmp(row, "MemAvailable:", 13) == 0) {
-            kib = strtoull(row + 13, NULL, 10);
-        }
-    }
-    if (stream != NULL) {
-        fclose(stream);
-    }
-    return kib * 1024;
-}
-
 static fanin_status diff_side_make_room(diff_side *side, const diff_request *request,
                                         fanin_error *error)
 {
-    uint64_t most = request->max_bytes > 0 ? request->max_bytes : available_bytes();
+    uint64_t most = request->max_bytes > 0 ? request->max_bytes
+                                           : memory_left_find("/proc", "/sys").bytes;
     if (side->bytes > most) {
         return failure_set(
             error, FANIN_ERR_LIMIT,

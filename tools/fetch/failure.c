@@ -4,7 +4,6 @@
 #include "fetch/terminal.h"
 
 #include <ctype.h>
-#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

@@ -3,9 +3,9 @@
 
 #include <signal.h>
 #include <stdatomic.h>
-#include <string.h>
 
 static _Atomic(fanin_client *) current;
+static _Atomic(fanin_relay *) relaying;
 static volatile sig_atomic_t requested;
 
 static void interrupt_on_signal(int number)
@@ -15,6 +15,12 @@ static void interrupt_on_signal(int number)
     if (client != NULL) {
         fanin_client_cancel(client);
     }
+    fanin_relay_cancel(atomic_load(&relaying));
+}
+
+void interrupt_relay(fanin_relay *relay)
+{
+    atomic_store(&relaying, relay);
 }
 
 void interrupt_install(fanin_client *client)

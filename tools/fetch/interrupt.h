@@ -8,6 +8,7 @@
 #define INTERRUPT_H
 
 #include <fanin/client.h>
+#include <fanin/relay.h>
 #include <stdbool.h>
 
 enum {
@@ -21,6 +22,9 @@ int exit_code_of(fanin_status status);
 
 /** Installs the handlers; @p client is cancelled by them. Called again: another client. */
 void interrupt_install(fanin_client *client);
+
+/** Its pull is under way, and is cancelled too; NULL: it has ended. */
+void interrupt_relay(fanin_relay *relay);
 
 /** From now on a reader of standard output that goes away ends the call as Ctrl-C does, instead of
     the process: what the call has half made goes with it. */

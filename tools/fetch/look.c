@@ -148,9 +148,41 @@ void look_free(look *l)
     *l = (look){0};
 }
 
-output_text look_relays(const look *l)
+static bool is_of_site(const look_relay *one, const look_relay *other)
+{
+    size_t site = strcspn(one->place, "/");
+    return site == strcspn(other->place, "/") &&
+           memcmp(one->place, other->place, site) == 0;
+}
+
+/* That engines which the ranks name are in. */
+static unsigned count_sites(const look *l)
+{
+    const look_relay *found[LOOK_RELAYS];
+    unsigned n = 0;
+    for (uint32_t i = 0; i < l->count; i++) {
+        for (size_t k = 0; k < l->ranks[i].n_relays; k++) {
+            const look_relay *r = &l->ranks[i].relays[k];
+            unsigned at = 0;
+            while (at < n && !is_of_site(found[at], r)) {
+                at++;
+            }
+            if (at == n && n < LOOK_RELAYS) {
+                found[n++] = r;
+            }
+        }
+    }
+    return n;
+}
+
+static output_text look_relays(const look *l)
 {
     output_text text = {""};
+    char sites[32] = "";
+    unsigned n = count_sites(l);
+    if (n > 1) {
+        snprintf(sites, sizeof sites, " in %u sites", n);
+    }
     uint64_t relays = 0, bytes = 0, left = 0;
     for (uint32_t i = 0; i < l->count; i++) {
         relays += l->ranks[i].stats.relays;
@@ -158,8 +190,23 @@ output_text look_relays(const look *l)
         left += l->ranks[i].is.bytes_left;
     }
     if (relays > 0 && bytes > 0) {
-        snprintf(text.s, sizeof text.s, ", %" PRIu64 " relays, %.2f models left",
-                 relays, (double)left / (double)bytes);
+        snprintf(text.s, sizeof text.s, ", %" PRIu64 " relays%s, %.2f models left",
+                 relays, sites, (double)left / (double)bytes);
+    }
+    return text;
+}
+
+char *look_summary(const session *s, const look *l, const problems *p)
+{
+    char *text;
+    uint32_t there = 0;
+    for (uint32_t i = 0; i < l->count; i++) {
+        there += look_answered(&l->ranks[i]);
+    }
+    if (asprintf(&text, "%s: step %" PRIu64 ", %u of %u ranks answer%s%s",
+                 s->publication, l->newest, there, l->asked, look_relays(l).s,
+                 p->count == 0 ? ", nothing is wrong" : "") < 0) {
+        output_require(NULL);
     }
     return text;
 }
@@ -168,20 +215,6 @@ output_text look_relays(const look *l)
 static uint64_t look_drain_bound_after(size_t i, uint64_t bound)
 {
     return i % 2 == 0 ? bound * 3 : bound / 3 * 10;
-}
-
-/* By stream and tls as the rank sent them, by the others as readers have told. In the same order
-   always. */
-static void look_reads(const fanin_rank_stats *s, look_read out[LOOK_PATHS])
-{
-    uint64_t plain =
-        s->bytes_streamed > s->bytes_tls ? s->bytes_streamed - s->bytes_tls : 0;
-    const look_read reads[LOOK_PATHS] = {{"stream", plain},
-                                         {"tls", s->bytes_tls},
-                                         {"cma", s->bytes_cma},
-                                         {"rdma", s->bytes_rdma},
-                                         {"cuda_ipc", s->bytes_cuda_ipc}};
-    memcpy(out, reads, sizeof reads);
 }
 
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent)
@@ -207,39 +240,32 @@ static uint64_t pulls_of(const look_rank *r)
     return r->stats.pulls_good + r->stats.pulls_stale;
 }
 
+/* By stream as the rank sent them, by the others as readers have told. */
+static uint64_t bytes_of(const look_rank *r)
+{
+    const fanin_rank_stats *s = &r->stats;
+    return s->bytes_streamed + s->bytes_cma + s->bytes_rdma + s->bytes_cuda_ipc;
+}
+
 /* What counts backwards is another process. */
 static look_rate rate_of(const look_before *b, const look_rank *r, uint64_t now_ns)
 {
-    look_rate rate = {.ns = now_ns - b->at_ns};
-    look_read reads[LOOK_PATHS];
-    uint64_t most = 0;
+    uint64_t bytes = bytes_of(r);
     if (!look_answered(r) || !r->stats.counted || !b->known || now_ns <= b->at_ns ||
-        strcmp(b->address, r->at.address) != 0 || pulls_of(r) < b->pulls) {
+        strcmp(b->address, r->at.address) != 0 || pulls_of(r) < b->pulls ||
+        bytes < b->bytes) {
         return (look_rate){0};
     }
-    look_reads(&r->stats, reads);
-    for (size_t i = 0; i < LOOK_PATHS; i++) {
-        if (reads[i].bytes < b->bytes[i]) {
-            return (look_rate){0};
-        }
-        uint64_t more = reads[i].bytes - b->bytes[i];
-        rate.bytes += more;
-        rate.path = more > most ? reads[i].path : rate.path;
-        most = more > most ? more : most;
-    }
-    rate.known = true;
-    return rate;
+    return (look_rate){
+        .known = true, .bytes = bytes - b->bytes, .ns = now_ns - b->at_ns};
 }
 
 static void look_remember(look_before *b, const look_rank *r, uint64_t now_ns)
 {
-    look_read reads[LOOK_PATHS];
-    *b =
-        (look_before){.known = r->stats.counted, .pulls = pulls_of(r), .at_ns = now_ns};
-    look_reads(&r->stats, reads);
-    for (size_t i = 0; i < LOOK_PATHS; i++) {
-        b->bytes[i] = reads[i].bytes;
-    }
+    *b = (look_before){.known = r->stats.counted,
+                       .bytes = bytes_of(r),
+                       .pulls = pulls_of(r),
+                       .at_ns = now_ns};
     snprintf(b->address, sizeof b->address, "%s", r->at.address);
 }
 
@@ -307,12 +333,13 @@ static json_t *relays_json(const look_rank *r)
 static void add_counts(json_t *o, const look_rank *r)
 {
     const fanin_rank_stats *s = &r->stats;
-    json_t *holders = json_array(), *read = json_object();
-    look_read reads[LOOK_PATHS];
-    look_reads(s, reads);
-    for (size_t i = 0; i < LOOK_PATHS; i++) {
-        json_object_set_new(read, reads[i].path, output_u64(reads[i].bytes));
-    }
+    const uint64_t plain =
+        s->bytes_streamed > s->bytes_tls ? s->bytes_streamed - s->bytes_tls : 0;
+    json_t *holders = json_array();
+    json_t *read = output_object(
+        "stream", output_u64(plain), "tls", output_u64(s->bytes_tls), "cma",
+        output_u64(s->bytes_cma), "rdma", output_u64(s->bytes_rdma), "cuda_ipc",
+        output_u64(s->bytes_cuda_ipc), NULL);
     for (size_t i = 0; i < r->n_holders; i++) {
         json_array_append_new(
             holders, output_object("who", output_string(r->holders[i].who), "age_ns",

@@ -65,19 +65,16 @@ typedef struct problems {
     size_t count, capacity;
 } problems;
 
-enum { LOOK_PATHS = 5 };
-
 /** Of one rank, what has changed between two looks. */
 typedef struct look_rate {
     bool known;         /**< it answered both, and is still the process that it was */
     uint64_t bytes, ns; /**< that readers got of it, and the time in between */
-    const char *path;   /**< by which most of them went; NULL: there were none */
 } look_rate;
 
 typedef struct look_before {
     bool known;
     char address[MISSING_ADDRESS];
-    uint64_t bytes[LOOK_PATHS], pulls, at_ns;
+    uint64_t bytes, pulls, at_ns;
 } look_before;
 
 typedef struct look_rates {
@@ -102,21 +99,13 @@ void problems_free(problems *p);
 /** The worst that is a failure; FANIN_OK: none. */
 fanin_status problems_verdict(const problems *p);
 
-/** Whether it is one of this rank's. */
-bool problem_is_of(const problem *p, const look_rank *r);
 /** All of it as an object. */
 json_t *look_json(const session *s, const look *l, const problems *p);
 
-/** Of a path: the tensor bytes that readers got of a rank by it since it was started. */
-typedef struct look_read {
-    const char *path;
-    uint64_t bytes;
-} look_read;
-
-/** How many engines hand on, and how many models have left the ranks for all readers together since
-    the last commit; without relays that is as many as were pulled. ", 64 relays, 1.02 models left",
-    "": no engine does. */
-output_text look_relays(const look *l);
+/** A look in a sentence. With engines that hand on it says how many do, and how many models have
+    left the ranks for all readers together since the last commit, one a site: "full:0: step 7, 8 of
+    8 ranks answer, 64 relays in 2 sites, 2.02 models left, nothing is wrong". To be freed. */
+char *look_summary(const session *s, const look *l, const problems *p);
 
 /** Bound of waits, in ns, that @p percent of the updates did not pass; 0: there were none. */
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent);

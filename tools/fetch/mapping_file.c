@@ -153,6 +153,7 @@ static bool mapping_fits(fanin_dtype from, fanin_dtype to)
 static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
                         mapping_source *out)
 {
+    uint64_t all = 0;
     size_t length = strlen(r->where);
     const json_t *boxes = json_object_get(from, "boxes");
     out->name = text(r, from, "name");
@@ -181,8 +182,8 @@ static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
                 __builtin_mul_overflow(elements, out->boxes[i].extent[d], &elements) ||
                 elements >= MOST || large;
         }
-        out->elements += elements;
-        if (large || out->elements >= MOST) {
+        all += elements;
+        if (large || all >= MOST) {
             return mapping_wrong(r, "boxes", "are larger than any memory");
         }
     }
@@ -194,19 +195,17 @@ static bool read_tensor(reading *r, const json_t *from, mapping_tensor *out)
     size_t length = strlen(r->where);
     const json_t *sources = json_object_get(from, "sources");
     out->name = text(r, from, "name");
-    out->role = text(r, from, "role");
-    if (out->name == NULL || out->role == NULL || !read_dtype(r, from, &out->dtype) ||
+    if (out->name == NULL || text(r, from, "role") == NULL ||
+        !read_dtype(r, from, &out->dtype) ||
         !mapping_read_shape(r, from, &out->n_dims, out->shape) ||
         !numbers(r, from, "stride", out->n_dims, out->stride)) {
         return false;
     }
-    out->own = json_string_value(json_object_get(from, "own"));
-    out->n_fills = json_array_size(json_object_get(from, "fills"));
     out->span = span_of(out->n_dims, out->shape, out->stride, out->dtype);
     if (out->span == UINT64_MAX) {
         return mapping_wrong(r, "shape", "and stride are larger than any memory");
     }
-    if (out->own != NULL && json_array_size(sources) > 0) {
+    if (json_is_string(json_object_get(from, "own")) && json_array_size(sources) > 0) {
         return mapping_wrong(r, "", "is the engine's own and has sources");
     }
     out->n_sources = json_array_size(sources);
@@ -227,14 +226,13 @@ static bool read_module(reading *r, const json_t *from, mapping_module *out)
     const json_t *tensors = json_object_get(from, "tensors");
     const json_t *fallback = json_object_get(from, "fallback");
     out->path = text(r, from, "path");
-    out->kind = text(r, from, "class");
-    if (out->path == NULL || out->kind == NULL) {
+    if (out->path == NULL || text(r, from, "class") == NULL) {
         return false;
     }
     if (fallback != NULL) {
         out->fallback = text(r, fallback, "why");
-        out->taken = json_object_get(fallback, "taken");
-        if (out->fallback == NULL || !json_is_array(out->taken)) {
+        if (out->fallback == NULL ||
+            !json_is_array(json_object_get(fallback, "taken"))) {
             return mapping_wrong(r, "fallback", "does not say why, and what is taken");
         }
     }
@@ -253,45 +251,45 @@ static bool read_module(reading *r, const json_t *from, mapping_module *out)
     return true;
 }
 
-/* A text of an object that is itself a field. */
-static bool mapping_text_in(reading *r, const json_t *root, const char *object,
-                            const char *field, const char **out)
+/* A text of the document, or of an object in it. */
+static bool has_text(reading *r, const json_t *root, const char *object,
+                     const char *field)
 {
     snprintf(r->where, sizeof r->where, "%s", object);
-    *out = text(r, object[0] != '\0' ? json_object_get(root, object) : root, field);
+    root = object[0] != '\0' ? json_object_get(root, object) : root;
+    bool there = text(r, root, field) != NULL;
     r->where[0] = '\0';
-    return *out != NULL;
+    return there;
 }
 
-static bool read_about(reading *r, mapping_file *m)
+/* What Python tells, and nothing here needs. */
+static bool check_about(reading *r, const json_t *root)
 {
-    const char *format;
-    const json_t *published = json_object_get(m->root, "published");
-    if (!mapping_text_in(r, m->root, "", "format", &format)) {
+    const json_t *published = json_object_get(root, "published");
+    uint64_t count;
+    if (!has_text(r, root, "", "format")) {
         return false;
     }
-    if (strcmp(format, FORMAT) != 0) {
+    if (strcmp(json_string_value(json_object_get(root, "format")), FORMAT) != 0) {
         return mapping_wrong(r, "format", "is not \"" FORMAT "\"");
     }
-    if (!mapping_text_in(r, m->root, "engine", "name", &m->engine) ||
-        !mapping_text_in(r, m->root, "engine", "version", &m->version) ||
-        !mapping_text_in(r, m->root, "", "model", &m->model) ||
-        !mapping_text_in(r, m->root, "published", "digest", &m->digest)) {
+    if (!has_text(r, root, "engine", "name") ||
+        !has_text(r, root, "engine", "version") || !has_text(r, root, "", "model") ||
+        !has_text(r, root, "published", "digest")) {
         return false;
     }
-    m->ranks = json_object_get(m->root, "ranks");
-    m->unwanted = json_object_get(published, "unwanted");
-    if (!json_is_object(m->ranks) || !json_is_array(m->unwanted)) {
+    if (!json_is_object(json_object_get(root, "ranks")) ||
+        !json_is_array(json_object_get(published, "unwanted"))) {
         return mapping_wrong(r, "", "lacks \"ranks\" or \"published.unwanted\"");
     }
     return mapping_number(r, json_object_get(published, "count"), "published.count",
-                          &m->published);
+                          &count);
 }
 
 static bool mapping_read_all(reading *r, mapping_file *m)
 {
     const json_t *modules = json_object_get(m->root, "modules");
-    if (!read_about(r, m)) {
+    if (!check_about(r, m->root)) {
         return false;
     }
     if (!json_is_array(modules)) {
@@ -367,9 +365,4 @@ void mapping_free(mapping_file *m)
     free(m->modules);
     json_decref(m->root);
     *m = (mapping_file){.root = NULL};
-}
-
-uint64_t mapping_source_bytes(const mapping_source *s)
-{
-    return s->elements * fanin_dtype_bits(s->dtype) / 8;
 }

@@ -25,34 +25,27 @@ typedef struct mapping_source {
     uint64_t shape[FANIN_MAX_DIMS];
     mapping_box *boxes;
     size_t n_boxes;
-    uint64_t elements; /**< of the boxes */
 } mapping_source;
 
 /** A parameter or buffer. */
 typedef struct mapping_tensor {
-    const char *name, *role;
-    const char *own; /**< why nothing published fills it; NULL: something does */
+    const char *name;
     fanin_dtype dtype;
     uint32_t n_dims;
     uint64_t shape[FANIN_MAX_DIMS], stride[FANIN_MAX_DIMS]; /**< elements; bytes */
     uint64_t span; /**< bytes from the first element's first to the last one's last */
     mapping_source *sources;
-    size_t n_sources, n_fills;
+    size_t n_sources;
 } mapping_tensor;
 
 typedef struct mapping_module {
-    const char *path, *kind;
+    const char *path;
     const char *fallback; /**< why the engine's loader has to fill it; NULL: boxes do */
-    const json_t *taken;  /**< names that the loader takes; NULL without fallback */
     mapping_tensor *tensors;
     size_t n_tensors;
 } mapping_module;
 
 typedef struct mapping_file {
-    const char *engine, *version, *model, *digest;
-    const json_t *ranks;    /**< by kind: {"rank", "size"} */
-    const json_t *unwanted; /**< names */
-    uint64_t published;     /**< how many tensors */
     mapping_module *modules;
     size_t n_modules;
     json_t *root; /**< whose the texts are */
@@ -65,8 +58,5 @@ typedef struct mapping_file {
  */
 fanin_status mapping_read(const char *path, mapping_file *out, fanin_error *error);
 void mapping_free(mapping_file *m);
-
-/** Bytes that a source's boxes have as they are published. */
-uint64_t mapping_source_bytes(const mapping_source *s);
 
 #endif

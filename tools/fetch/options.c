@@ -45,6 +45,7 @@ static const struct number_range {
     {"idle-ms", 1, UINT32_MAX},
     {"first-step", 1, LLONG_MAX},
     {"iterations", 1, INT_MAX},
+    {"keep", 1, 64},
     {"lease-ms", 0, 3600000},
     {"max-attempts", 1, INT_MAX},
     {"max-bytes", 1, LLONG_MAX},

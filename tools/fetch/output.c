@@ -332,24 +332,6 @@ bool output_parse_hex(const char *text, uint8_t *bytes, size_t size)
     return true;
 }
 
-void output_xml(FILE *stream, const char *text)
-{
-    while (*text != '\0') {
-        if (strncmp(text, "\xef\xbf\xbe", 3) == 0 ||
-            strncmp(text, "\xef\xbf\xbf", 3) == 0) { /* U+FFFE and U+FFFF */
-            fputc(' ', stream);
-            text += 3;
-            continue;
-        }
-        if (strchr("&<>\"", *text) != NULL) {
-            fprintf(stream, "&#%d;", *text);
-        } else {
-            fputc((unsigned char)*text < 0x20 ? ' ' : *text, stream);
-        }
-        text++;
-    }
-}
-
 /* ------------------------------------------------------------- files of JSON */
 
 json_t *json_file_read(int descriptor, json_error_t *why)

@@ -76,10 +76,6 @@ void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
 /** Parses exactly @p size bytes of hexadecimal digits. */
 bool output_parse_hex(const char *text, uint8_t *bytes, size_t size);
 
-/** Writes UTF-8 as the content of an element or the value of an attribute; characters that XML
-    cannot have become blanks. */
-void output_xml(FILE *stream, const char *text);
-
 /* ------------------------------------------------------------- files of JSON */
 
 /** What the file says, NULL: it is no JSON, or has a key twice in one object, which @p why tells.

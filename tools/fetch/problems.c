@@ -136,8 +136,10 @@ static void judge_state(problems *p, const look_rank *r, fanin_status wrong)
     } else if (r->is.state == FANIN_PUBLICATION_UNPUBLISHED) {
         problems_add(p, NOT_THERE, r, "unpublished", FANIN_ERR_STALE,
                      "%s has nothing to read: %s", name.s,
-                     r->is.commit_age_ms > 0 ? "its last step was taken back"
-                                             : "nothing was committed yet");
+                     r->is.commit_age_ms > 0
+                         ? "its last update was aborted, or its last step "
+                           "taken back"
+                         : "nothing was committed yet");
     }
 }
 
@@ -289,12 +291,6 @@ fanin_status problems_verdict(const problems *p)
         }
     }
     return FANIN_OK;
-}
-
-bool problem_is_of(const problem *p, const look_rank *r)
-{
-    return p->rank >= 0 ? p->rank == r->at.rank
-                        : p->status != FANIN_OK && p->status == r->at.status;
 }
 
 void problems_free(problems *p)

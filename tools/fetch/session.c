@@ -460,6 +460,29 @@ void session_disconnect(session *s)
     malloc_trim(0);
 }
 
+fanin_status session_renew(session *s, const invocation *line, fanin_error *error)
+{
+    target next;
+    const connect_options *connect = &line->connect;
+    fanin_status status =
+        target_parse(s->target_text, (uint32_t)connect->world_size, &next, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    session_disconnect(s);
+    target_free(&s->target);
+    s->target = next;
+    CREDENTIALS_GIVE(&s->config, &connect->credentials);
+    demand(s, connect);
+    s->end_ns = progress_in_ms(line->common.timeout_ms);
+    status = fanin_client_create(&s->config, &s->client, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    interrupt_install(s->client);
+    return session_try(s, error);
+}
+
 void session_end(session *s)
 {
     interrupt_detach();
@@ -543,7 +566,10 @@ int session_run(const command *self, int argc, const char **argv, invocation *li
     session s = {0};
     int code;
     const char *where = session_begin(self, line, argc, argv, table, words, &code);
-    if (where != NULL) {
+    if (where != NULL && self->untraced && line->connect.trace != NULL) {
+        code = failure_usage(self->name, "--trace: it reads no weights itself; "
+                                         "trace 'nixl-fetch pull'");
+    } else if (where != NULL) {
         code = session_trace_start(line->connect.trace);
         if (code == 0) {
             code = session_start(&s, self, line, where, line->run);

@@ -107,6 +107,10 @@ int session_connect(const session *s, uint32_t timeout_ms);
 /** Gives the client and its memory back early; names of run and publication stay. */
 void session_disconnect(session *s);
 
+/** Reads the target again, which may lead to another launch by now, and connects as session_try()
+    with a --timeout of its own. The target and what it demands stay if it cannot be read. */
+fanin_status session_renew(session *s, const invocation *line, fanin_error *error);
+
 void session_end(session *s);
 
 /** What a command does with a session that is open; returns the exit status. */

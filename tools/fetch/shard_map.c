@@ -243,6 +243,25 @@ void shard_map_draw(FILE *stream, const fanin_entry *e, const shard_style *style
 
 enum { SVG_SIDE = 960, SVG_EDGE = 40 };
 
+/* UTF-8 as the content of an element; what XML cannot have becomes blanks. */
+static void put_xml(FILE *stream, const char *text)
+{
+    while (*text != '\0') {
+        if (strncmp(text, "\xef\xbf\xbe", 3) == 0 ||
+            strncmp(text, "\xef\xbf\xbf", 3) == 0) { /* U+FFFE and U+FFFF */
+            fputc(' ', stream);
+            text += 3;
+            continue;
+        }
+        if (strchr("&<>\"", *text) != NULL) {
+            fprintf(stream, "&#%d;", *text);
+        } else {
+            fputc((unsigned char)*text < 0x20 ? ' ' : *text, stream);
+        }
+        text++;
+    }
+}
+
 /* What others wrote, as a terminal would get it, and as XML. */
 static void put_text(FILE *stream, const char *text)
 {
@@ -251,7 +270,7 @@ static void put_text(FILE *stream, const char *text)
     FILE *memory = output_require(open_memstream(&safe, &size));
     terminal_put(memory, text);
     fclose(memory);
-    output_xml(stream, safe);
+    put_xml(stream, safe);
     free(safe);
 }
 

@@ -6,7 +6,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 /* The character that @p p begins with and its bytes; 0 bytes: not UTF-8. */

@@ -14,6 +14,21 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+void whole_tensor_describe(const whole_tensor *t, uint8_t *memory, fanin_box *box,
+                           fanin_tensor *out)
+{
+    *box = (fanin_box){.address = memory};
+    memcpy(box->extent, t->shape, sizeof t->shape);
+    *out = (fanin_tensor){.struct_size = sizeof *out,
+                          .name = t->name,
+                          .dtype = t->dtype,
+                          .n_dims = t->n_dims,
+                          .boxes = box,
+                          .n_boxes = t->bytes > 0,
+                          .memory = {FANIN_MEMORY_HOST, -1}};
+    memcpy(out->shape, t->shape, sizeof t->shape);
+}
+
 fanin_status whole_tensors_pull(fanin_client *client, const fanin_pull_options *options,
                                 const whole_tensor *list, size_t count, uint8_t *memory,
                                 fanin_result **result_out, fanin_error *error)
@@ -21,18 +36,8 @@ fanin_status whole_tensors_pull(fanin_client *client, const fanin_pull_options *
     fanin_tensor *tensors = output_require(calloc(count + 1, sizeof tensors[0]));
     fanin_box *boxes = output_require(calloc(count + 1, sizeof boxes[0]));
     for (size_t i = 0; i < count; i++) {
-        const whole_tensor *t = &list[i];
-        memcpy(boxes[i].extent, t->shape, sizeof t->shape);
-        boxes[i].address = memory;
-        tensors[i] = (fanin_tensor){.struct_size = sizeof tensors[i],
-                                    .name = t->name,
-                                    .dtype = t->dtype,
-                                    .n_dims = t->n_dims,
-                                    .boxes = &boxes[i],
-                                    .n_boxes = t->bytes > 0,
-                                    .memory = {FANIN_MEMORY_HOST, -1}};
-        memcpy(tensors[i].shape, t->shape, sizeof t->shape);
-        memory += t->bytes;
+        whole_tensor_describe(&list[i], memory, &boxes[i], &tensors[i]);
+        memory += list[i].bytes;
     }
     fanin_status status =
         fanin_client_pull(client, options, tensors, count, result_out, error);

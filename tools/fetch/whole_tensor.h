@@ -16,6 +16,10 @@ typedef struct whole_tensor {
     uint64_t bytes, offset; /**< in the file, or in the memory */
 } whole_tensor;
 
+/** What of it a pull fills: all, at @p memory. @p out refers to @p box and the tensor's name. */
+void whole_tensor_describe(const whole_tensor *t, uint8_t *memory, fanin_box *box,
+                           fanin_tensor *out);
+
 /** Pulls @p list to @p memory, one tensor right behind the other. Errors are fanin_client_pull()'s.
     */
 fanin_status whole_tensors_pull(fanin_client *client, const fanin_pull_options *options,

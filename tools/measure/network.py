@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """network.py NIXL_FETCH [--shape SHAPE] [--rounds N] [--seconds S] [--streams N,...] [--loopback]
            [--secret] [--costs]
+network.py NIXL_FETCH --deltas [--share PERCENT,...] [--rates GBITS,...] [--mib N] [--rounds N]
+           [--secret]
 
 One rank and one worker in two network namespaces, joined by a veth pair, so that bytes go by TCP;
 beside it iperf3 the same way over the same link, with as many connections as the worker has.
@@ -13,6 +15,9 @@ where neither namespaces nor ip is needed. With --secret a worker pulls by TLS t
 rank. --costs: what pulls cost as well: CPU time a gigabyte of either end, begin_update's wait of a
 rank that updates every 50 ms and waits 1 ms for a lease, while it is pulled, and a cold connect to
 one rank and to 64.
+
+--deltas measures something else, without iperf3: pulls of what has changed beside whole ones, over
+links of so many Gb/s, see deltas.py. It needs NumPy.
 """
 
 from __future__ import annotations
@@ -255,11 +260,34 @@ def have_namespaces() -> None:
     skip(f"no network namespaces here: {tried.stderr.strip()}")
 
 
+def numbers_of(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
+
+
 def streams_of(text: str) -> list[int]:
     streams = [int(one) for one in text.split(",")]
     if not all(1 <= one <= 16 for one in streams):
         raise ValueError(text)
     return streams
+
+
+def make_secret(stack: ExitStack, arguments: argparse.Namespace) -> None:
+    arguments.secret_file = None
+    if arguments.secret:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="network-"))
+        arguments.secret_file = os.path.join(folder, "secret")
+        run(arguments.nixl_fetch, "secret", arguments.secret_file)
+
+
+def measure_deltas(stack: ExitStack, link: Link, arguments: argparse.Namespace) -> None:
+    import deltas
+
+    make_secret(stack, arguments)
+    # Without a secret the worker is a stranger, whose CPU time is limited else.
+    served = {"open": True, "bind": RANK, "allow": NETWORK, "stranger_cpu": 16.0}
+    found = deltas.measure(link, arguments, served)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
 
 
 def main() -> None:
@@ -274,10 +302,17 @@ def main() -> None:
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--secret", action="store_true", help="also by TLS")
     parser.add_argument("--costs", action="store_true")
+    parser.add_argument("--deltas", action="store_true")
+    parser.add_argument("--share", type=numbers_of, default=[0.1, 1, 5], dest="shares")
+    parser.add_argument("--rates", type=numbers_of, default=[1, 10], help="Gb/s, of --deltas")
+    parser.add_argument("--mib", type=int, default=512, help="of --deltas")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.nixl_fetch = os.path.abspath(arguments.nixl_fetch)
-    for program in ["iperf3"] if arguments.loopback else ["ip", "unshare", "iperf3"]:
+    if arguments.deltas and arguments.loopback:
+        parser.error("--deltas needs links of a rate")
+    wanted = ["ip", "unshare", "tc"] if arguments.deltas else ["ip", "unshare", "iperf3"]
+    for program in ["iperf3"] if arguments.loopback else wanted:
         if shutil.which(program) is None:
             skip(f"there is no {program}")
     if not arguments.loopback:
@@ -285,6 +320,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go in any case
     with ExitStack() as stack:
         link = Link(stack, arguments.loopback)
+        if arguments.deltas:
+            measure_deltas(stack, link, arguments)
+            return
         serve = [
             arguments.nixl_fetch,
             "serve",
@@ -305,11 +343,8 @@ def main() -> None:
         if arguments.data_threads:
             serve += ["--data-threads", str(arguments.data_threads)]
         link.start(stack, *serve, "--base-port", str(PORT))
-        arguments.secret_file = None
+        make_secret(stack, arguments)
         if arguments.secret:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="network-"))
-            arguments.secret_file = os.path.join(folder, "secret")
-            run(arguments.nixl_fetch, "secret", arguments.secret_file)
             secured = ["--base-port", str(SECURED_PORT), "--secret-file", arguments.secret_file]
             link.start(stack, *serve, *secured)
         link.start(stack, "stdbuf", "-oL", "iperf3", "-s", "-p", str(IPERF_PORT))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """readers.py [--readers N,...] [--data-threads N,...] [--tcp] [--secret]
-                [--connections N] [--megabytes N] [--seconds S] [--updates N]
+                [--connections N] [--megabytes N] [--seconds S] [--updates N] [--verify]
 
 One rank and several workers, all processes of their own on this host, by the path "stream": what
 all workers together receive a second, by number of data threads of the rank; and, while they read,
@@ -9,7 +9,8 @@ what the rank's trainer and its control connections wait for: begin_update with 
 millisecond (so that what is left is the send under way), and the round trip of a ping. Settings
 take turns; medians of the rounds. Over Unix sockets, with --tcp over TCP with checksums, with
 --secret by TLS, with a secret made for it. --connections: data connections of each worker, as many
-as a client makes by itself unless said. Needs the package.
+as a client makes by itself unless said. --verify: only the CPU time of the rank's data threads
+for digests, while all workers pull once at the same time by the path "cma". Needs the package.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def numbers(text: str) -> list[int]:
 
 
 def rank(options: argparse.Namespace) -> None:
-    """Answers "pause" and "update" by numbers, until stdin closes."""
+    """Answers "cpu", and else an update, by numbers, until stdin closes."""
     _, shards = memory(options.megabytes)
     lease = 0.001 if options.hasty else 1.0
     with fanin.Server(
@@ -64,7 +65,10 @@ def rank(options: argparse.Namespace) -> None:
         server.put(RUN, shards)
         server.commit(RUN, 1)
         print(server.port, flush=True)
-        for step, _ in enumerate(sys.stdin, 2):
+        for step, line in enumerate(sys.stdin, 2):
+            if line.strip() == "cpu":
+                print(server.stats()["data_cpu_ns"] / 1e9, flush=True)
+                continue
             began = time.perf_counter()
             server.begin_update(RUN)
             waited = time.perf_counter() - began
@@ -79,7 +83,7 @@ def worker(options: argparse.Namespace) -> None:
     patience = options.seconds if options.hasty else 60.0  # updates overtake who is hasty
     with fanin.Client(
         [f"127.0.0.1:{options.port}"],
-        path="stream",
+        path="cma" if options.verify else "stream",
         use_ucx=False,
         use_unix=not options.tcp,
         secret_file=options.secret_file,
@@ -88,6 +92,10 @@ def worker(options: argparse.Namespace) -> None:
         client.pull_into(RUN, packed)
         print("ready", flush=True)
         sys.stdin.readline()
+        if options.verify:
+            client.pull_into(RUN, packed, verify=True)
+            print("ready", flush=True)
+            return
         began, count = time.perf_counter(), 0
         while (passed := time.perf_counter() - began) < options.seconds:
             try:
@@ -101,6 +109,7 @@ def worker(options: argparse.Namespace) -> None:
 def start(options: argparse.Namespace, *words: str) -> subprocess.Popen[str]:
     common = ["--megabytes", str(options.megabytes), "--seconds", str(options.seconds)]
     common += ["--tcp"] if options.tcp else []
+    common += ["--verify"] if options.verify else []
     common += ["--secret-file", options.secret_file, "--connections", str(options.connections)]
     return talk.start(__file__, *common, *words)
 
@@ -145,6 +154,28 @@ def scene(
             one.communicate()
 
 
+def digesting(options: argparse.Namespace, threads: int, readers: int) -> float:
+    """CPU seconds of the rank's data threads."""
+    server = start(options, "--be", "rank", "--data-threads", str(threads))
+    processes = [server]
+    try:
+        port = talk.told(server)
+        for _ in range(readers):
+            processes.append(start(options, "--be", "worker", "--port", str(port)))
+            talk.told(processes[-1])
+        talk.say(server, "cpu")
+        before = talk.told(server)
+        for one in processes[1:]:
+            talk.say(one)
+        for one in processes[1:]:
+            talk.told(one)
+        talk.say(server, "cpu")
+        return talk.told(server) - before
+    finally:
+        for one in reversed(processes):
+            one.communicate()
+
+
 def upper(values: list[float]) -> str:
     middle, most = statistics.median(values), max(values)
     late = sorted(values)[len(values) * 99 // 100]
@@ -153,6 +184,14 @@ def upper(values: list[float]) -> str:
 
 def measure(options: argparse.Namespace) -> None:
     settings = [(r, t) for r in options.readers for t in options.threads]
+    for readers, threads in settings if options.verify else ():
+        taken = [digesting(options, threads, readers) for _ in range(options.rounds)]
+        print(
+            f"{readers:2} readers {threads:2} data threads {options.megabytes} MiB: digests took "
+            f"{statistics.median(taken):.3f} s of CPU ({min(taken):.3f} to {max(taken):.3f})"
+        )
+    if options.verify:
+        return
     rates: dict[tuple[int, int], list[float]] = {one: [] for one in settings}
     for _ in range(options.rounds):
         for readers, threads in settings:
@@ -188,6 +227,7 @@ def main() -> None:
     parser.add_argument("--data-threads", dest="threads", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--secret", action="store_true")
+    parser.add_argument("--verify", action="store_true")
     parser.add_argument("--connections", type=int, default=0)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--updates", type=int, default=50)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """relays.py [--readers N] [--ranks N] [--mbit N] [--mib N] [--modes one,direct,relay] [--turns N]
           [--kill N | --stop N | --late N] [--slow N] [--at F] [--by N] [--congestion NAME]
-          [--json]
+          [--far N [--line MBIT] [--no-places]] [--json]
 
 What a fleet costs a trainer: N readers of its ranks, each in a network namespace of its own behind
 one bridge, each link limited both ways. Modes take turns, each turn a new step:
@@ -19,7 +19,12 @@ all bytes with the trainer's live memory after each step.
 A fault strikes in the turns of "relay" when --at of one pull has passed: reader N is killed,
 stopped, or begins only then (--late). Whoever was killed or stopped begins again in the next turn.
 --slow: reader N sends at one --by-th of the rate, in all turns. The late or slow one's own time is
-told by itself. By TLS with a secret made for it. Needs root, ip, tc and the package; says what is
+told by itself.
+
+--far: the last N readers are at another site, behind one line of --line Mbit/s. They say so, unless
+--no-places is given. Told is how many models cross the line, both ways together.
+
+By TLS with a secret made for it. Needs root, ip, tc and the package; says what is
 missing and exits with 77.
 """
 
@@ -115,7 +120,12 @@ class Reader:
         self._relay: Any = None
         self._before: dict[str, int] = {}
         if "relay" in options.modes:
-            self._relay = fanin.Relay(options.targets, network=NETWORK, **how)
+            place = "" if options.no_places else "far" if self._is_far(options) else "near"
+            self._relay = fanin.Relay(options.targets, network=NETWORK, place=place, **how)
+
+    @staticmethod
+    def _is_far(options: argparse.Namespace) -> bool:
+        return bool(options.index > options.readers - options.far)
 
     def pull(self, mode: str, step: int, timeout: float) -> dict[str, Any]:
         if self._relay is not None:
@@ -206,7 +216,9 @@ class Lab:
     def __init__(self, stack: ExitStack, options: argparse.Namespace) -> None:
         self._stack, self._options = stack, options
         hosts = options.ranks + options.readers
-        self._switch = Switch(stack, hosts, options.mbit, options.congestion)
+        self._switch = Switch(
+            stack, hosts, options.mbit, options.congestion, options.far, options.line
+        )
         self.ideal = options.mib * (1 << 20) * 8 / options.mbit / 1e6
         self._targets = [f"{self._switch.address(r)}:{PORT + r}" for r in range(options.ranks)]
         self._ranks = [self._start("--serve", r, r) for r in range(options.ranks)]
@@ -258,6 +270,7 @@ class Lab:
             begin(number)
         time.sleep(0.5)  # until their requests are parked at the ranks
         before = self._sent()
+        crossed = self._switch.crossed() if options.far else 0
         for rank in self._ranks:
             rank.say(self._step)
         start = max(rank.told()["at"] for rank in self._ranks)
@@ -286,6 +299,8 @@ class Lab:
         last = max(took, key=took.__getitem__)
         told |= {"last": last, "first_s": min(took.values())}
         told |= {"sent": sent, "models": payload / (options.mib << 20)}
+        if options.far:
+            told |= {"line": (self._switch.crossed() - crossed) / (options.mib << 20)}
         return {"mode": mode, "seconds": took[last], **told}
 
     def measure(self) -> list[dict[str, Any]]:
@@ -318,6 +333,8 @@ def summary(turns: list[dict[str, Any]], ideal: float) -> dict[str, Any]:
         if ones:
             bytes_of_one = statistics.median(turn["sent"] for turn in ones)
             found[mode]["link"] = statistics.median(turn["sent"] for turn in own) / bytes_of_one
+        if all("line" in turn for turn in own):
+            found[mode]["line"] = statistics.median(turn["line"] for turn in own)
         if any("own_s" in turn for turn in own):
             found[mode]["own"] = statistics.median(turn["own_s"] for turn in own) / second
     return found
@@ -332,6 +349,7 @@ def show(found: dict[str, Any], options: argparse.Namespace) -> None:
         line = f"{mode:7} {own['times']:5.2f} x ({own['least']:.2f} to {own['most']:.2f})"
         line += f", {own['models']:.2f} models"
         line += f", {own['link']:.2f} on the link" if "link" in own else ""
+        line += f", {own['line']:.2f} across the line" if "line" in own else ""
         print(line + (f"; the other one {own['own']:.2f} x" if "own" in own else ""))
 
 
@@ -356,6 +374,9 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{fault}", type=int, default=0, help="the reader, from 1")
     parser.add_argument("--at", type=float, default=0.4, help="of one pull; 0.4")
     parser.add_argument("--by", type=float, default=10, help="with --slow; 10")
+    parser.add_argument("--far", type=int, default=0, help="readers at another site; 0")
+    parser.add_argument("--line", type=float, default=10, help="Mbit/s, with --far; 10")
+    parser.add_argument("--no-places", action="store_true")
     parser.add_argument("--congestion", help="TCP's control; this machine's")
     parser.add_argument("--json", action="store_true")
     for hidden in ("folder", "world", "secret-file", "bind", "index", "targets"):
@@ -366,6 +387,8 @@ def arguments() -> argparse.Namespace:
     options.index, options.targets = int(options.index), options.targets.split(",")
     if max(options.kill, options.stop, options.late, options.slow) > options.readers:
         parser.error("there is no such reader")
+    if not 0 <= options.far < options.readers:
+        parser.error("--far leaves one reader at the trainer's site")
     if bool(options.kill) + bool(options.stop) + bool(options.late) > 1:
         parser.error("give one of --kill, --stop and --late")
     if options.mib * 256 % (TENSORS * options.ranks):

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/ranks.h"
-#include "trainer/device_driver.h"
 #include "fetch/failure.h"
 #include "fetch/progress.h"
 #include "trainer/serve_rank.h"

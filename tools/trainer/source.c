@@ -3,7 +3,6 @@
 #include "fetch/failure.h"
 #include "fetch/output.h"
 #include "fetch/pattern.h"
-#include "trainer/whole_models.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -23,8 +22,8 @@ void source_table(source_options *options, struct poptOption table[SOURCE_OPTION
 {
     const struct poptOption entries[SOURCE_OPTIONS] = {
         {"model", 'm', POPT_ARG_STRING, &options->model, 0,
-         "shapes of qwen2.5-0.5b, llama-3.1-8b, llama-3.3-70b, qwen3-30b-a3b or "
-         "qwen3-235b-a22b; with --full also of qwen3-0.6b, qwen3-8b, deepseek-v3 and "
+         "shapes of qwen2.5-0.5b, llama-3.1-8b, llama-3.3-70b, qwen3-0.6b, qwen3-8b, "
+         "qwen3-30b-a3b or qwen3-235b-a22b; with --full also of deepseek-v3 and "
          "kimi-k2",
          "MODEL"},
         {"full", 0, POPT_ARG_NONE, &options->full, 0,
@@ -102,7 +101,7 @@ static int source_open_model(const command *self, const source_options *options,
     }
     const char *name = shape != NULL ? shape->model : options->model;
     const model *m = model_find(name);
-    if (m == NULL && whole_model_find(name) != NULL) {
+    if (m != NULL && m->kv_rank > 0) {
         return failure_usage(self->name, "'%s' is there as a whole model: give --full",
                              name);
     }
@@ -147,25 +146,24 @@ static int open_whole_model(const command *self, const source_options *options,
                              "a whole model (--full) is --model MODEL, without "
                              "--adapter-shape, --r and --fused");
     }
-    const whole_model *known = whole_model_find(options->model);
+    const model *known = model_find(options->model);
     if (known == NULL) {
-        return source_unknown(self, "whole model", options->model,
-                              &whole_models[0].name, sizeof whole_models[0],
-                              n_whole_models);
+        return source_unknown(self, "whole model", options->model, &models[0].name,
+                              sizeof models[0], n_models);
     }
     fanin_dtype dtype = element_type(options);
     if (dtype == 0) {
         return failure_usage(self->name, "--dtype '%s' is no element type",
                              options->dtype);
     }
-    const whole_model m =
-        whole_model_scale(known, (uint32_t)options->layers, (uint32_t)options->shrink);
+    const model m =
+        model_scale(known, (uint32_t)options->layers, (uint32_t)options->shrink);
     if (whole_model_expand(&m, dtype, &out->tensors, &error) != FANIN_OK) {
         int code = failure_report("cannot make the model", &error);
         return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
     }
     out->full = true;
-    out->config = output_require(whole_model_config(&m, dtype));
+    out->config = output_require(model_config(&m, dtype));
     add_pair(out, PATTERN_PAIR_KEY, PATTERN_PAIR_VALUE);
     if (m.kv_rank == 0) { /* all tensors have it */
         add_pair(out, PATTERN_DTYPE_KEY, fanin_dtype_name(dtype));

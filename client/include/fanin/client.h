@@ -305,6 +305,20 @@ typedef struct fanin_pull_options {
     /** besides or instead of progress, with the same cookie. Without it the log names a rank
         that brings nothing for 5 s, 10 s, 20 s and so on (warning, "slow-rank") */
     fanin_rank_progress_fn rank_progress;
+    /** fanin_client_pull_into(): read what has changed since the step that the destination holds,
+        if the ranks keep that (fanin_commit_options.deltas) and it is at most half of the whole.
+        Otherwise the pull reads the whole, and fanin_result_info.whole_because says why. Every
+        byte is the same either way. The caller promises that nobody else writes the destination
+        between pulls, or says so by fanin_destination_touched(). Set verify as well if you are
+        not sure: the pull then compares what the destination holds after the patches, and reads
+        the whole by itself if that differs (warning, "delta-unequal"). Patches are read by the
+        path stream into host memory; with another path, memory of devices or a dtype that F32
+        arrives as the pull reads the whole. A pull by patches writes the destination when all
+        ranks have confirmed the step, and not before: after an error it mostly still holds the
+        step before, and the next pull goes on from there. The patches take memory of their own,
+        at most half of the whole. progress counts their bytes; bytes_total grows when their
+        sizes are known. Other calls ignore it */
+    bool deltas;
 } fanin_pull_options;
 
 /** Defaults. @p size is the caller's sizeof(fanin_pull_options); never writes past it. */
@@ -505,8 +519,19 @@ fanin_destination_create(const fanin_tensor *tensors, size_t count,
 FANIN_API void fanin_destination_free(fanin_destination **destination);
 
 /**
+ * Says that something other than a pull has written the destination's memory, or may have: a reload
+ * from disk, a process that was put to sleep. The next pull reads the whole, whatever
+ * options->deltas says. Pulls and sessions into the destination need not be told. Another
+ * destination that describes the same memory does. NULL is fine. Does not block. Thread: any.
+ */
+FANIN_API void fanin_destination_touched(fanin_destination *destination);
+
+/**
  * Pulls into a prepared destination; NULL is FANIN_ERR_ARGUMENT. Blocks and fails as
- * fanin_client_pull().
+ * fanin_client_pull(). With options->deltas it may read only what has changed, and also
+ * FANIN_ERR_PROTOCOL can come of a rank whose patches contradict what it said of them: the memory
+ * is as it was. If the deadline passes while patches are applied, the call finishes that, which
+ * takes milliseconds.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_into(
     fanin_client *client, const fanin_pull_options *options, fanin_destination *into,
@@ -645,6 +670,14 @@ typedef struct fanin_result_info {
     fanin_checksums transport_checksums; /**< of what was read; reused: NONE */
     bool verified;      /**< the ranks' digests are those of what has landed */
     uint64_t verify_ns; /**< comparing them */
+    /** of options->deltas: the step that patches were applied to, which may be 0; 0 as well if the
+        whole was read (whole_because). bytes and tensors are those of the step either way */
+    uint64_t base_step;
+    /** read of patches, with their directories, in all attempts */
+    uint64_t patch_bytes;
+    uint64_t apply_ns; /**< applying them */
+    /** a sentence: why the whole was read; NULL: it was not, or nobody asked for less */
+    const char *whole_because;
 } fanin_result_info;
 
 /** Fills @p info up to its struct_size; NULL as a result: with zeros. Does not block. */
@@ -680,6 +713,9 @@ typedef struct fanin_publication_info {
     /** Milliseconds when the rank answered: since it has this state, or since the commit that
         renewed it; and since the last commit. 0: not known (an older rank, nothing committed) */
     uint64_t state_age_ms, commit_age_ms;
+    /** 1 and the last step that was withdrawn (fanin_server_withdraw()), whatever came since. 0:
+        none. By it a step that was wrong differs from one whose next update was aborted */
+    uint64_t taken_back;
 } fanin_publication_info;
 enum {
     FANIN_PUBLICATION_UNPUBLISHED = 0,

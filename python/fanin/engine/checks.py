@@ -16,18 +16,6 @@ from typing import Any, Protocol
 
 from fanin.errors import PeerError, RequestError, first_of
 
-__all__ = [
-    "AdapterFacts",
-    "EngineFacts",
-    "Refuse",
-    "check_adapter",
-    "check_alpha",
-    "check_places",
-    "check_plain",
-    "read_facts",
-    "refusing",
-]
-
 # What to raise of a field of the configuration, what the engine does with it, and the remedy.
 Refuse = Callable[[str, str, str], RequestError]
 

@@ -29,8 +29,6 @@ from fanin.errors import (
 )
 from fanin.info import addresses_of, is_path, read_info, secret_arguments
 
-__all__ = ["MAX_CLIENTS", "ClientPool", "Source", "Target", "remaining"]
-
 MAX_CLIENTS = 8
 """Connected clients of one trainer at a time, busy and idle ones; and idle ones of all trainers."""
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["Copies", "laid_out", "room_of", "span"]
-
 _Key = TypeVar("_Key", bound=Hashable)
 _ALIGN = 256
 

@@ -25,8 +25,6 @@ from pathlib import Path
 from fanin.config import default_cache_dir
 from fanin.errors import FaninError, HostError, PullTimeoutError
 
-__all__ = ["Lease", "Places"]
-
 _USE = ".fanin-use"
 _DEAD = ".fanin-dead"
 

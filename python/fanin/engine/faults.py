@@ -8,8 +8,6 @@ from typing import Any
 from fanin import errors
 from fanin.errors import FaninError, RequestError
 
-__all__ = ["body_of", "from_wire", "refused_as_too_large", "says", "status_of", "to_wire"]
-
 # The most special class first.
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
     (errors.NotFoundError, 404),

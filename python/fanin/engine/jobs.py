@@ -18,8 +18,6 @@ from fanin.engine.pulls import Wanted, phases_of
 from fanin.engine.threads import Hands
 from fanin.errors import HostError, NotFoundError
 
-__all__ = ["Done", "Held", "Jobs", "Progress"]
-
 _log = logging.getLogger("fanin.engine")
 
 _pulls, _deletions = Hands("fanin-pull"), Hands("fanin-delete")

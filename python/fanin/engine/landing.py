@@ -11,12 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fanin._dtypes import torch_types
-from fanin._records import PullProgress
-from fanin.client import PullResult
+from fanin._records import PullProgress, PullResult
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import PeerError
-
-__all__ = ["Landing", "Progress", "Summary", "groups_of", "lend", "torch_dtype_of"]
 
 _log = logging.getLogger("fanin.engine")
 
@@ -35,6 +32,11 @@ class Summary:
     install: float = 0.0
     proof: float = 0.0
     path: str = ""
+    #: Bytes of the step, if what has changed since the step *since* was read alone; else 0.
+    whole: int = 0
+    since: int = 0
+    #: Why all of it was read though deltas were asked for.
+    whole_because: str = ""
     restarts: int = 0
     #: Launches of the trainer that it came from.
     worlds: set[str] = field(default_factory=set)
@@ -46,11 +48,27 @@ class Summary:
     def __str__(self) -> str:
         rate = self.bytes / self.read / 1e9 if self.read else 0.0
         again = f", {self.restarts} times begun again" if self.restarts else ""
+        if self.whole_because:
+            again += f"; the whole was read, because {self.whole_because}"
+        changed = part_of(self.bytes, self.whole, self.since) if self.whole else ""
         return (
-            f"{self.bytes / 1e6:.1f} MB of {self.tensors} tensors by {self.path} in "
+            f"{self.bytes / 1e6:.1f} MB of {self.tensors} tensors by {self.path}{changed} in "
             f"{self.read:.3f} s ({rate:.2f} GB/s), installed in {self.install:.3f} s, "
             f"ready after {self.ready:.3f} s, proven in {self.proof:.3f} s{again}"
         )
+
+
+def part_of(read: int, whole: int, since: int) -> str:
+    """ ", 2.0 % of 61 GB since step 6"."""
+    size = f"{whole / 1e9:.3g} GB" if whole >= 1e9 else f"{whole / 1e6:.3g} MB"
+    return f", {read / whole:.1%} of {size} since step {since}".replace("%", " %")
+
+
+def note_delta(summary: Summary, result: Any, whole: int) -> None:
+    """Puts in *summary* what a pull of a step of *whole* bytes has read of it, if not all."""
+    summary.whole_because = result.whole_because
+    if not result.whole_because and (result.base_step or result.patch_bytes):
+        summary.bytes, summary.whole, summary.since = result.patch_bytes, whole, result.base_step
 
 
 class Progress:
@@ -101,6 +119,9 @@ class Landing(ABC):
         model's tensors are where its kernels expect them. Blocks until *deadline* at most, or a
         little longer for what is installed then.
         """
+
+    def touched(self) -> None:  # noqa: B027
+        """Something else than :meth:`pull` has written the model, or will."""
 
     def reach(self, trainer: Trainer, deadline: float) -> None:  # noqa: B027
         """Makes ready what a pull needs: the plan, and the ranks' device memory in this process.

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["FUSED", "Parse", "Width", "file_name", "judge", "of_one", "of_packed", "sizes_of"]
-
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
 )

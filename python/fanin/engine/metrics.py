@@ -14,8 +14,6 @@ from typing import Any
 
 from fanin.errors import FaninError
 
-__all__ = ["Metrics", "metrics"]
-
 #: A pull's parts: from a tenth of a millisecond, by about a half of a decade.
 _PHASE_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -188,7 +186,45 @@ def _make(registry: Any) -> dict[str, Any] | None:
 
 
 _shared: Metrics | None = None
+_deltas: dict[str, Any] | None = None
 _shared_lock = threading.Lock()
+
+
+def count_delta(because: str, saved: int, registry: Any = None) -> None:
+    """Counts a worker's pull of a whole model that asked for deltas.
+
+    because: why it read the whole, "" if it did not. saved: bytes of the model that it has not
+    read.
+    """
+    global _deltas
+    with _shared_lock:
+        if _deltas is None:
+            _deltas = _make_deltas(registry)
+    if _deltas:
+        _deltas["pulls"].labels(whole_because=because).inc()
+        _deltas["saved"].inc(saved)
+
+
+def _make_deltas(registry: Any) -> dict[str, Any]:
+    try:
+        from prometheus_client import REGISTRY, Counter
+    except ImportError:
+        return {}
+    where = {"registry": REGISTRY if registry is None else registry}
+    return {
+        "pulls": Counter(
+            "fanin_delta_pulls",
+            "Pulls of a worker that asked for what has changed; else why they read the whole. As "
+            "it is a worker's, vLLM shows it if PROMETHEUS_MULTIPROC_DIR is set.",
+            ["whole_because"],
+            **where,
+        ),
+        "saved": Counter(
+            "fanin_delta_saved_bytes",
+            "Bytes of whole models that such pulls have not read, likewise.",
+            **where,
+        ),
+    }
 
 
 def metrics() -> Metrics:

@@ -11,8 +11,6 @@ from typing import Any
 
 from fanin.engine.pulls import Adapter
 
-__all__ = ["PullLog", "slowest"]
-
 _BURST = 20
 _A_SECOND = 2.0
 _SHOWN = 50e-6  # seconds; what took less is not named

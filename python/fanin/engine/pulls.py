@@ -36,18 +36,6 @@ from fanin.errors import (
 )
 from fanin.names import check_step, parse, run_of
 
-__all__ = [
-    "Adapter",
-    "Plan",
-    "PullService",
-    "StepToCome",
-    "Wanted",
-    "catalog_digest",
-    "phases_of",
-    "version_of",
-    "which",
-]
-
 _log = logging.getLogger("fanin.engine")
 
 Progress: TypeAlias = Callable[[int, int], None]

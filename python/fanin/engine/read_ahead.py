@@ -10,11 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from fanin.engine.landing import Progress, Summary
+from fanin.engine.landing import Progress, Summary, note_delta
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import CancelledError, FaninError, PeerError, PullTimeoutError
-
-__all__ = ["Prefetch", "StepMemory"]
 
 _log = logging.getLogger("fanin.engine")
 
@@ -25,9 +23,11 @@ _ASK = 0.3
 
 
 class StepMemory(Protocol):
-    """Memory beside a model for one step of it. place: where, for the log."""
+    """Memory beside a model for one step of it. bytes: of it, with gaps. holds: bytes of a step.
+    place: where, for the log."""
 
     bytes: int
+    holds: int
     place: str
 
     def on_stream(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -40,6 +40,10 @@ class StepMemory(Protocol):
 
     def install(self) -> None:
         """Brings what was read into the model."""
+        ...
+
+    def touched(self) -> None:
+        """It is not known any more what is there."""
         ...
 
 
@@ -138,7 +142,7 @@ class Prefetch:
         result, relayed = self._result, ""
         if self._trainer.relay is not None:
             relayed = f" with relays ({result.path_reason})"
-        return Summary(
+        summary = Summary(
             bytes=result.bytes,
             tensors=result.tensors,
             read=result.read,
@@ -147,6 +151,8 @@ class Prefetch:
             restarts=result.restarts,
             worlds={str(result.world_id)},
         )
+        note_delta(summary, result, self._shadow.holds)
+        return summary
 
     def cancel(self) -> None:
         """Gives it up. Blocks for moments."""

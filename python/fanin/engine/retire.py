@@ -28,8 +28,6 @@ from typing import Any, Protocol
 from fanin.engine.metrics import Metrics
 from fanin.engine.pulls import Adapter
 
-__all__ = ["EngineLink", "Keeper", "holders"]
-
 _log = logging.getLogger("fanin.engine")
 
 _POLL = 0.1

@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 from fanin.engine.faults import body_of, status_of
 from fanin.errors import FaninError, RequestError
 
-__all__ = ["UNAUTHORIZED", "RouteAuth", "shows_key"]
-
 UNAUTHORIZED = {"error": "Unauthorized"}
 """The body of a 401, which is vLLM's own."""
 

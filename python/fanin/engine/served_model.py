@@ -12,8 +12,6 @@ from fanin.engine.updates import Updates
 from fanin.errors import StateError
 from fanin.mapping._coverage import Taken
 
-__all__ = ["ServedModel"]
-
 
 class ServedModel:
     """One of the worker's models: the model itself, or its draft."""
@@ -74,6 +72,11 @@ class ServedModel:
         """From now on weights are written, but for what is kept."""
         self.intact = self.kept
         self.updates.writing(step)
+
+    def touched(self) -> None:
+        """Something else than a pull into the model has written its weights, or will."""
+        if self.landing is not None:
+            self.landing.touched()
 
     def give_up_prefetch(self) -> None:
         ahead, self.prefetch = self.prefetch, None

@@ -40,8 +40,6 @@ from fanin.errors import (
     RequestError,
 )
 
-__all__ = ["SharedPulls", "WorkerCalls"]
-
 _log = logging.getLogger("fanin.engine")
 
 _MOST = 1024

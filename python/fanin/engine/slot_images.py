@@ -25,8 +25,6 @@ from fanin.mapping import Mapping
 from fanin.mapping._boxes import packed_strides
 from fanin.server import Stream
 
-__all__ = ["Image", "Layout", "Part"]
-
 _ALIGNED = 256  # bytes
 _PIECE = 4 << 20  # bytes that are copied at a time beside the engine
 _TYPES = torch_types()

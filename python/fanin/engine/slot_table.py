@@ -6,8 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-__all__ = ["KeptSlot", "SlotTable"]
-
 
 class KeptSlot:
     """One slot that is kept for an adapter that comes. vLLM may take it back at any time."""

@@ -25,8 +25,6 @@ from fanin.errors import (
     RequestError,
 )
 
-__all__ = ["ByDirectory", "Run", "SlotWay", "fields"]
-
 _log = logging.getLogger("fanin.engine")
 
 _PATIENCE = 600.0  # for learning a layout

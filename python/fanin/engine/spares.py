@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Spares", "has_room", "memory_left"]
-
 _ADAPTERS = 3
 """So many adapters have to fit into what is free: the pull's own file, the spare one, one more."""
 

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from fanin._otel import carry
 
-__all__ = ["Hands", "in_thread"]
-
 _log = logging.getLogger("fanin.engine")
 _T = TypeVar("_T")
 Work: TypeAlias = Callable[[], Any]

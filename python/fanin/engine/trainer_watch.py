@@ -34,8 +34,6 @@ from fanin.engine.retire import Keeper
 from fanin.engine.threads import in_thread
 from fanin.errors import FaninError, PullTimeoutError
 
-__all__ = ["TrainerWatch"]
-
 _T = TypeVar("_T")
 
 _log = logging.getLogger("fanin.engine")

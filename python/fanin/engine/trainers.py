@@ -13,12 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from fanin._quantization import QUANTIZATION
-from fanin.config import engine_credentials
+from fanin.config import engine_credentials, inference_setting
 from fanin.engine.clients import Source, Target
 from fanin.errors import CancelledError, FaninError, PullTimeoutError, SupersededError
 from fanin.info import secret_arguments
-
-__all__ = ["Published", "Trainer", "left", "without"]
 
 _log = logging.getLogger("fanin.engine")
 
@@ -95,6 +93,7 @@ class Trainer:
         run: the publication.
         factory: makes a connected client; :class:`fanin.Client` unless a test says otherwise.
         relay: whom what is read ahead is handed on to: "host", or networks; None: nobody.
+        lease: most seconds that :meth:`release` waits for those who read.
     """
 
     def __init__(
@@ -103,10 +102,12 @@ class Trainer:
         run: str,
         factory: Callable[..., Any] | None = None,
         relay: str | None = None,
+        lease: float = 1.0,
     ) -> None:
         self.source = source
         self.run = run
-        self.relay = relay
+        self.relay, self._lease = relay, lease
+        self._place = inference_setting("place") if relay is not None else None
         self._factory = factory
         self._relay: Any = None
         self._how: dict[str, Any] = {}
@@ -121,6 +122,12 @@ class Trainer:
         return self._client
 
     @property
+    def published(self) -> Published:
+        """What :meth:`ready` has found last."""
+        assert self._published is not None
+        return self._published
+
+    @property
     def reader(self) -> Any:
         """What fills memory that is left alone afterwards: the client, or a relay, which hands it
         on. :meth:`ready` comes first."""
@@ -131,11 +138,12 @@ class Trainer:
             from fanin.relay import Relay
 
             network = None if self.relay == "host" else self.relay
-            self._relay = Relay(list(self._target.addresses), network=network, **self._how)
+            how = {"network": network, "place": self._place, "lease": self._lease, **self._how}
+            self._relay = Relay(list(self._target.addresses), **how)
         return self._relay
 
     def release(self) -> None:
-        """Hands nothing on any more: the memory may be written. Blocks at most a second or so."""
+        """Hands nothing on any more: the memory may be written. Blocks at most the lease."""
         if self._relay is not None:
             self._relay.release()
 
@@ -179,6 +187,8 @@ class Trainer:
             "connect_timeout": min(_CONNECT, left(deadline)),
             **(engine_credentials().arguments() or secret_arguments(target.secret_file)),
         }
+        if (path := inference_setting("path")) is not None:
+            self._how["path"] = path
         self._client = factory(list(target.addresses), **self._how)
         self._target = target
 

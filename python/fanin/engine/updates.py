@@ -15,8 +15,6 @@ from typing import Any
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.names import MAX_STEP
 
-__all__ = ["DEFAULT_TIMEOUT", "Updates", "check_step", "check_timeout", "full_run"]
-
 #: Seconds for an update where init_info says nothing.
 DEFAULT_TIMEOUT = 120.0
 

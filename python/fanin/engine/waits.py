@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 from fanin.engine.clients import ClientPool, Target
 from fanin.errors import CancelledError, PullTimeoutError
 
-__all__ = ["MAX_RUNS", "Waits"]
-
 MAX_RUNS = 64
 """Runs that are waited for by a connection of their own; of others it is asked now and then."""
 

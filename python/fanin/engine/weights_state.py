@@ -13,8 +13,6 @@ from typing import Any
 
 from fanin.errors import HostError
 
-__all__ = ["METHOD", "fanin_weights_state", "require_host_room"]
-
 METHOD = "fanin_weights_state"
 
 # Of what is free; the rest is for whatever else the host does meanwhile.

@@ -21,8 +21,6 @@ from .endpoints import check_seconds
 from .registry import Registry
 from .wire import CODES
 
-__all__ = ["SyncClient"]
-
 # What the server needs beyond the sync's own time to say how it ended.
 _EXTRA = 15.0
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fanin._http import Reply
+from fanin.engine.landing import part_of
 from fanin.errors import PeerError
 
 from .wire import InitInfo, Options, Wire
-
-__all__ = ["Driver", "Pulled", "Tell", "launches"]
 
 Tell = Callable[[int, int], None]
 """Is told bytes and of how many, while something is read."""
@@ -33,6 +32,8 @@ class Pulled:
         external: some of what the engine computes lies outside of it.
         drafts: the engine has a draft model.
         basis: another text after each init, sleep and reload. "": the engine does not tell.
+        whole: bytes of the step, if what has changed was read alone; 0: all was read.
+        since: the step since which that has changed.
     """
 
     step: int
@@ -44,6 +45,12 @@ class Pulled:
     external: bool = False
     drafts: bool = False
     basis: str = ""
+    whole: int = 0
+    since: int = 0
+
+    def way(self) -> str:
+        """*how*, and how much of the step was read if not all."""
+        return self.how + (part_of(self.bytes, self.whole, self.since) if self.whole else "")
 
 
 def launches(told: Mapping[str, Any]) -> frozenset[str]:

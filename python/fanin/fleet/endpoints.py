@@ -10,21 +10,6 @@ from typing import Any
 from fanin._http import base_url
 from fanin.errors import FaninError, RequestError
 
-__all__ = [
-    "DONE",
-    "KINDS",
-    "PAUSE_MODES",
-    "PHASES",
-    "PREFETCH",
-    "Endpoint",
-    "EndpointResult",
-    "SyncError",
-    "SyncResult",
-    "check_group",
-    "check_seconds",
-    "endpoint_of",
-]
-
 KINDS = ("auto", "vllm", "sglang")
 PAUSE_MODES = ("retract", "keep", "wait", "abort")
 DONE = "done"
@@ -100,7 +85,8 @@ class EndpointResult:
         step: that the engine was given, None: none.
         stall: seconds from before the pause until after the resume, None: it was not both.
         read: seconds in which its workers pulled *bytes*, None: it did not tell.
-        how: the path of the bytes, and where they were read to.
+        how: the path of the bytes, where they were read to, and how much of the step they are if
+            not all: ", 2.0 % of 61 GB since step 6".
         ahead: whether they were there before the pause.
         note: why nothing was compared or read ahead, though the sync was to try it. Also how many
             of its workers have told what they hold, if not all.

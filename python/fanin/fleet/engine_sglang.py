@@ -16,8 +16,6 @@ from fanin.sglang.request import LOADER, TOLD, Request, encode
 from .driver import Driver, Pulled, launches
 from .wire import CHECKPOINT, UNSAID, InitInfo, Options
 
-__all__ = ["SGLang"]
-
 _LOOK = 5.0  # seconds for what answers at once in an engine that lives
 
 

@@ -28,18 +28,6 @@ from .driver import Driver, Pulled
 from .endpoints import DONE, Endpoint, EndpointResult
 from .wire import InitInfo, Options, Wire
 
-__all__ = [
-    "GRACE",
-    "SAY_EVERY",
-    "EngineSync",
-    "Had",
-    "LeaveAlone",
-    "Plan",
-    "Record",
-    "Trained",
-    "failure",
-]
-
 _log = logging.getLogger("fanin.sync")
 
 # An engine that has its weights is not left paused for want of a second.
@@ -243,7 +231,7 @@ class EngineSync:
             seconds=dict(self.seconds),
             bytes=None if pulled is None else pulled.bytes,
             read=None if pulled is None else pulled.seconds,
-            how="" if pulled is None else pulled.how,
+            how="" if pulled is None else pulled.way(),
             ahead=self.ahead,
             note=self.note,
             verified=self.verified,

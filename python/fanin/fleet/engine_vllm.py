@@ -22,8 +22,6 @@ from fanin.errors import (
 from .driver import Driver, Pulled, Tell, launches
 from .wire import InitInfo, Options
 
-__all__ = ["VLLM"]
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
 
@@ -204,12 +202,15 @@ def _pulled(state: Mapping[str, Any]) -> Pulled:
         state.get("external_kv") is True,
         state.get("drafts") is True,
         str(state.get("basis", "")),
+        _sum([told], "whole"),
+        _sum([told], "since"),
     )
 
 
 def _joined(one: Pulled, other: Pulled) -> Pulled:
     """Of two workers of an engine; of another step if theirs differ."""
     hows = dict.fromkeys([*one.how.split("; "), other.how])
+    deltas = one.whole or other.whole  # of some workers; the others have read all
     return Pulled(
         one.step if one.step == other.step else -1,
         one.bytes + other.bytes,
@@ -220,4 +221,6 @@ def _joined(one: Pulled, other: Pulled) -> Pulled:
         one.external or other.external,
         one.drafts or other.drafts,
         f"{one.basis} {other.basis}",
+        (one.whole or one.bytes) + (other.whole or other.bytes) if deltas else 0,
+        max(one.since, other.since),
     )

@@ -36,8 +36,6 @@ from fanin.names import AdapterName, check_run, check_step, parse
 
 from .steps import newest_step
 
-__all__ = ["EngineFailure", "EnginePool", "PoolError", "UpdateResult"]
-
 LOAD_PATH = "/load_lora_adapter_nixl"
 INIT_PATH = "/init_nixl_client"
 _AGAIN = frozenset((429, 502, 503, 504))

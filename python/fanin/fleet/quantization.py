@@ -18,8 +18,6 @@ from fanin.engine.trainers import Published
 from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, first_of
 from fanin.mapping._quantized import read_quantization
 
-__all__ = ["Run", "Wanted", "chosen", "look_for", "wanted_of"]
-
 _PLAIN = ("bf16", "bfloat16", "none")
 # What a quantization_config has if it leaves them out.
 _LEFT_OUT = {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "float"}

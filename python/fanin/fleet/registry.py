@@ -53,8 +53,6 @@ from .restarts import Restarts
 from .steps import run_of, wait_for_step
 from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
 
-__all__ = ["Registry"]
-
 _log = logging.getLogger("fanin.sync")
 
 _HEALTH = 10.0  # seconds

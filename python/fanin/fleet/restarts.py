@@ -20,7 +20,6 @@ from .wire import CHECKPOINT
 if TYPE_CHECKING:
     from .registry import Registry
 
-__all__ = ["Restarts"]
 
 _log = logging.getLogger("fanin.sync")
 

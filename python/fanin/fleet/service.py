@@ -28,8 +28,6 @@ from fanin.info import join_address
 from .endpoints import KINDS, Endpoint, EndpointResult, SyncError, SyncResult
 from .registry import Registry
 
-__all__ = ["Service"]
-
 _log = logging.getLogger("fanin.sync")
 
 _PREFIX = "/api/v1"

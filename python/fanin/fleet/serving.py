@@ -21,8 +21,6 @@ from fanin.info import is_loopback
 
 from .service import Service
 
-__all__ = ["SyncServer", "asgi_app"]
-
 _MAX_BODY = 1 << 20
 _IDLE = 60.0  # seconds that a connection may be silent, and that a request may take to come
 _MOST = 256  # connections

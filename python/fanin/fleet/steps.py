@@ -9,7 +9,8 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 from fanin._options import handed_on
-from fanin.client import Client, PublicationInfo
+from fanin._records import PublicationInfo
+from fanin.client import Client
 from fanin.errors import (
     CancelledError,
     FaninError,
@@ -24,8 +25,6 @@ from fanin.info import Target, addresses_of, client_arguments
 from fanin.names import check_run
 
 from .quantization import Run, Wanted, look_for
-
-__all__ = ["look", "newest_step", "run_of", "wait_for_step"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 _CONNECT = 5.0
@@ -174,12 +173,14 @@ def _ask(
                 found = judge(asked, size, min(remaining, _CONNECT))
                 if not isinstance(found, FaninError):
                     return found
-                last = found
             except FaninError as error:
                 if not error.retryable or isinstance(error, StaleError):
                     raise
-                last = error
+                found = error
                 roll.forget(asked)
+            # A round that the deadline cut short knows less than the one before.
+            if last is None or time.monotonic() < deadline:
+                last = found
             roll.refuse_the_dead()
             _pause(min(pause, max(deadline - time.monotonic(), 0)), stop)
             pause = min(pause * 2, _LONGEST_PAUSE)

@@ -30,8 +30,6 @@ from fanin.server import Server
 from .endpoints import SyncError, SyncResult
 from .registry import Registry
 
-__all__ = ["TransportBackend"]
-
 _SETTINGS = {"run", "advertise", "keep_on", "timeout", "kind", "api_key", "pause_mode", "prefetch"}
 # What the transport gives its fanin.Server itself.
 _OWN = ("world_id", "rank", "world_size", "name", "open")

@@ -19,8 +19,6 @@ from fanin.errors import (
     status_name,
 )
 
-__all__ = ["CHECKPOINT", "CODES", "UNSAID", "InitInfo", "Options", "Wire"]
-
 CHECKPOINT, UNSAID = "checkpoint", "default"
 """The version of weights that no update has brought, and what SGLang calls such."""
 

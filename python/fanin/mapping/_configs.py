@@ -15,9 +15,6 @@ from typing import Any
 
 from fanin.errors import PeerError, RequestError, first_of
 
-__all__ = ["config_differences", "enlarged", "refuse_other_config"]
-
-
 # What is known to change no logit: names, types of memory, tokens' numbers, training, generation.
 _IGNORED = re.compile(
     r"_.*|architectures|auto_map|model_type|name_or_path|transformers_version|dtype|torch_dtype"

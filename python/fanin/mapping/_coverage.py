@@ -13,9 +13,6 @@ from typing import NamedTuple
 from fanin._cover import Gap, Parts, gap_text, uncovered
 from fanin.errors import PeerError, StateError, first_of
 
-__all__ = ["Missed", "Taken", "missed", "refuse_missed", "taken_of"]
-
-
 Taken = tuple[tuple[Parts, tuple[str, ...]], ...]
 """Blocks, and the published tensors of which a rank takes these and no more; alike for many."""
 

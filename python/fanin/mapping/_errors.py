@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from fanin.errors import RequestError, first_of
 
-__all__ = ["MappingError", "Refusal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

@@ -18,8 +18,6 @@ from fanin.errors import RequestError
 from fanin.mapping._boxes import TooManyBoxesError, coverage, memory_of
 from fanin.mapping._mapping import About, Fill, Leaf, Mapping, Module, Piece, Source
 
-__all__ = ["FORMAT", "encoded", "load", "save"]
-
 FORMAT = "fanin-mapping/1"
 _ROLES = ("parameter", "buffer", "volatile", "slot")
 _T = TypeVar("_T")

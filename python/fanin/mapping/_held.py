@@ -10,8 +10,6 @@ from fanin._digest import box_digest, box_digests
 from fanin._dtypes import NARROWED
 from fanin.mapping._mapping import Leaf
 
-__all__ = ["Told", "held_of", "view_of"]
-
 Told = tuple[str, list[int], list[int], dict[str, int]]
 """Name, offset, extent, digests by type: a :class:`fanin._served.Held` between processes."""
 _TORCH = {"BF16": "bfloat16", "F16": "float16"}

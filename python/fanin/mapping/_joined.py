@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from fanin.mapping._boxes import TooManyBoxesError, parts_of
 
-__all__ = ["Joined", "Piece", "join"]
-
 
 class Piece(NamedTuple):
     """A box of the joined tensor, and the published tensor's elements that lie there."""

@@ -12,7 +12,6 @@ from fanin.errors import RequestError, StateError, first_of
 if TYPE_CHECKING:
     from fanin.mapping._record import Recording
 
-__all__ = ["KEEP", "check_patterns", "kept_paths", "refuse_idle", "refuse_published", "refuse_torn"]
 
 KEEP = 'init with {"keep": ["<pattern>"]} for what nobody trains, which then stays as it is'
 

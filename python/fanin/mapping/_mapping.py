@@ -16,20 +16,6 @@ from fanin._dtypes import NARROWED, dtype_bits, torch_dtype, torch_types
 from fanin._tensors import Box, PackedTensors, Shard, pack
 from fanin.errors import RequestError
 
-__all__ = [
-    "About",
-    "Bridge",
-    "Fill",
-    "Group",
-    "Leaf",
-    "Mapping",
-    "Module",
-    "PackedMapping",
-    "Piece",
-    "Source",
-    "unwanted",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class About:

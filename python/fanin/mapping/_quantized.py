@@ -17,12 +17,6 @@ from fanin.errors import PeerError, RequestError, first_of
 if TYPE_CHECKING:
     from fanin.mapping._record import Described, Recording
 
-__all__ = [
-    "explained",
-    "quantization_of",
-    "read_quantization",
-    "refuse_other_quantization",
-]
 
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _SKIPPED = "the trainer's skip_modules"

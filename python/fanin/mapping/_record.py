@@ -22,8 +22,6 @@ from fanin.mapping._mapping import Mapping as ModelMapping
 from fanin.mapping._recorder import Copied, Filled, Place, ReadsDataError, Recorder, Spot
 from fanin.mapping._state import ModelState
 
-__all__ = ["Described", "Recording", "Target", "key_digest", "record"]
-
 _TYPES = torch_types()
 
 

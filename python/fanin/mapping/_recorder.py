@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fanin.mapping._errors import Refusal
 from fanin.mapping._joined import Joined, join
 
-__all__ = ["Copied", "Filled", "Place", "Recorder", "Spot"]
-
 _aten = torch.ops.aten
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ModelState"]
-
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 

@@ -22,8 +22,6 @@ from fanin.mapping._errors import MappingError, Refusal
 from fanin.mapping._mapping import About, Leaf, Mapping, Module, Piece, Source
 from fanin.mapping._record import Described, key_digest
 
-__all__ = ["Trace"]
-
 _MOST = 1 << 53  # integers that float64 tells from their neighbours
 _REMEDY = "let the engine load it by itself"
 

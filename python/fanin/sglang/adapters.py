@@ -29,7 +29,8 @@ from typing import Any
 
 from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
 from fanin._options import PATHS, handed_on
-from fanin.client import Client, PullResult
+from fanin._records import PullResult
+from fanin.client import Client
 from fanin.config import default_cache_dir
 from fanin.engine.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
 from fanin.engine.directories import Lease, Places
@@ -54,8 +55,6 @@ from fanin.info import (
     read_info,
 )
 from fanin.names import AdapterName, run_of
-
-__all__ = ["LoadedAdapter", "SGLangEngine", "check_adapter"]
 
 _log = logging.getLogger("fanin.sglang")
 

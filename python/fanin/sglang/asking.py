@@ -15,8 +15,6 @@ from typing import Any
 from fanin._http import FAILURES, ask_json, base_url
 from fanin.errors import PeerError, RequestError
 
-__all__ = ["ask", "is_sglang", "question", "text_of"]
-
 _PATH = "/weights_checker"
 _ACTION = "fanin.served_digests"
 _LONGEST = 1 << 28  # bytes of an answer

@@ -11,8 +11,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["CHOICES", "drop", "storage_of", "what_stays"]
-
 #: Of a request's ``external_kv``.
 CHOICES = ("drop", "keep")
 

@@ -34,8 +34,6 @@ from .asking import question
 from .lora_guard import load
 from .request import LOADER, TOLD
 
-__all__ = ["HOOKS", "Standing", "register", "standing"]
-
 _log = logging.getLogger("fanin.sglang")
 
 _REMEDY = "sync again; until then nothing is generated"

@@ -17,8 +17,6 @@ from .asking import text_of
 from .guard import standing
 from .weights import filled
 
-__all__ = ["answer", "held"]
-
 _log = logging.getLogger("fanin.sglang")
 
 _PLAIN = {

@@ -23,8 +23,6 @@ from fanin.engine.checks import AdapterFacts, check_places
 from fanin.engine.lora_places import Width, judge, of_one, of_packed
 from fanin.errors import RequestError
 
-__all__ = ["load", "widths_of"]
-
 _OURS = "fanin.json"  # in each directory that fanin has pulled
 _LAYER = re.compile(r"layers\.(\d+)\..*")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

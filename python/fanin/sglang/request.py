@@ -22,8 +22,6 @@ from fanin.names import check_run, check_step
 
 from .external_kv import CHOICES
 
-__all__ = ["LOADER", "NAME", "TOLD", "Request", "decode", "encode"]
-
 LOADER = "fanin.sglang.load"
 """What ``--custom-weight-loader`` and ``load_format`` say."""
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._allowed import check_by_config
-from fanin.client import PullResult
+from fanin._records import PullResult
+from fanin.config import inference_setting
 from fanin.engine.clients import Source
 from fanin.engine.landing import lend
 from fanin.engine.trainers import Published, Trainer, left, without
@@ -43,8 +44,6 @@ from fanin.mapping._quantized import (
 
 from .guard import standing
 from .request import Request, decode
-
-__all__ = ["filled", "load"]
 
 _log = logging.getLogger("fanin.sglang")
 
@@ -216,7 +215,9 @@ class _Live:
         if self._trainer is None or self._source != wanted:
             if self._trainer is not None:
                 self._trainer.close()
-            self._trainer, self._source = Trainer(*wanted), wanted
+            relay = inference_setting("relay")
+            # Who reads here would let the engine stand still longer: it reads the rest elsewhere.
+            self._trainer, self._source = Trainer(*wanted, relay=relay, lease=0.0), wanted
         return self._trainer
 
     def _record(self, model: Any, published: Published, kept: frozenset[str]) -> None:
@@ -275,11 +276,34 @@ class _Live:
         # until then leaves the weights as they were.
         trainer.client.begin(trainer.run, boxes, timeout=left(deadline), **how).abandon()
         report.writing = True
-        pulled = trainer.client.pull_into(trainer.run, boxes, timeout=left(deadline), **how)
+        pulled = _by_relays(trainer, boxes, deadline, how)
+        relayed = "" if pulled is None else f" with relays ({pulled.path_reason})"
+        if pulled is None:
+            pulled = trainer.client.pull_into(trainer.run, boxes, timeout=left(deadline), **how)
         self._packed.settle()
         report.bytes += pulled.bytes
         report.worlds.add(str(pulled.world_id))
-        report.how.append(f"{pulled.tensors} tensors by {pulled.path}")
+        report.how.append(f"{pulled.tensors} tensors by {pulled.path}{relayed}")
+
+
+def _by_relays(
+    trainer: Trainer, boxes: Any, deadline: float, how: dict[str, Any]
+) -> PullResult | None:
+    """Pulls from other readers too; None: it cannot, and the trainer is to be read alone.
+
+    What has come is handed on until all is there, and no longer: SGLang goes on to change it.
+    """
+    if trainer.relay is None:
+        return None
+    try:
+        pulled: PullResult = trainer.reader.pull_into(
+            trainer.run, boxes, timeout=left(deadline), **how
+        )
+    except FaninError as error:
+        _log.warning("fanin: relays have not brought the step, the trainer is read: %s", error)
+        return None
+    trainer.release()
+    return pulled
 
 
 def _by_loader(

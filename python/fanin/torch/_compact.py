@@ -13,8 +13,6 @@ from fanin.errors import RequestError, StateError
 from fanin.torch._fsdp import UNSHARDED, fsdp_params, refuse_fsdp1
 from fanin.torch._tree import root_of, walk, walk_buffers
 
-__all__ = ["Compacted", "compact"]
-
 _ALIGNMENT = 512  # PyTorch's allocator of device memory aligns so
 
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Stage", "Stages", "Want", "allocate"]
-
 _ALIGNMENT = 256
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of the base and the product of two factors of an adapter, in one pass, by Triton.
+"""Tensors of the base and the products of two factors of an adapter, in one pass, by Triton.
 
 ``out = base + scale * sum over k of left[k, i] * right[k, j]``, rounded as PEFT's operations round
 one after the other. A sum of F32 is a chain of fused multiply-adds in the order of k.
@@ -14,12 +14,16 @@ __all__ = ["added"]
 
 
 @triton.jit
+def _address(place, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(place).to(tl.pointer_type(KIND))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
 def added(
-    base,
-    out,
-    left,
-    right,
-    scale,
+    table,
     rows,
     columns,
     base_e,
@@ -33,17 +37,24 @@ def added(
     right_e,
     right_k,
     right_j,
+    KIND: tl.constexpr,
+    FACTORS: tl.constexpr,
     RANK: tl.constexpr,
-    PRECISION: tl.constexpr,
     ROUNDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program a tile of ROWS by COLUMNS, and along the second axis of the grid an expert.
+    """A program a tile of ROWS by COLUMNS; along the second axis of the grid an expert, along the
+    third a row of the table: addresses of base, out, left and right, and bits of the scale.
 
-    PRECISION of products of F32: "ieee" or "tf32". ROUNDED: what is added is rounded to the base's
-    type first.
+    KIND: of base and out. FACTORS: of left and right. ROUNDED: what is added is rounded to KIND
+    first. ALIGNED: all addresses are multiples of 16.
     """
+    row = table + tl.program_id(2) * 5
+    base, out = _address(row, KIND, ALIGNED), _address(row + 1, KIND, ALIGNED)
+    left, right = _address(row + 2, FACTORS, ALIGNED), _address(row + 3, FACTORS, ALIGNED)
+    scale = tl.load(row + 4).to(tl.int32).to(tl.float32, bitcast=True)
     across = tl.cdiv(columns, COLUMNS)
     top = (tl.program_id(0) // across).to(tl.int64) * ROWS
     first = (tl.program_id(0) % across) * COLUMNS
@@ -51,8 +62,11 @@ def added(
     i, j = tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
     in_rows, in_columns = top + i < rows, j < columns
     mask = in_rows[:, None] & in_columns[None, :]
+    base += expert * base_e + top * base_i
+    out += expert * out_e + top * out_i
     left += expert * left_e + top * left_i
     right += expert * right_e
+    held = tl.load(base + i[:, None] * base_i + j[None, :] * base_j, mask=mask)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for rank in range(0, RANK, 16):
         k = rank + tl.arange(0, 16)
@@ -66,13 +80,10 @@ def added(
             mask=(k < RANK)[:, None] & in_columns[None, :],
             other=0.0,
         )
-        total = tl.dot(x, y, total, input_precision=PRECISION)
-    product = total.to(left.dtype.element_ty).to(tl.float32)
-    delta = (product * scale).to(left.dtype.element_ty).to(tl.float32)
+        total = tl.dot(x, y, total, input_precision="ieee")
+    product = total.to(FACTORS).to(tl.float32)
+    delta = (product * scale).to(FACTORS).to(tl.float32)
     if ROUNDED:
-        delta = delta.to(out.dtype.element_ty).to(tl.float32)
-    base += expert * base_e + top * base_i
-    out += expert * out_e + top * out_i
-    held = tl.load(base + i[:, None] * base_i + j[None, :] * base_j, mask=mask)
+        delta = delta.to(KIND).to(tl.float32)
     summed = held.to(tl.float32) + delta
-    tl.store(out + i[:, None] * out_i + j[None, :], summed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + i[:, None] * out_i + j[None, :], summed.to(KIND), mask=mask)

@@ -7,8 +7,10 @@ order and dtypes of the computation are PEFT's, and base and adapter stay as the
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +19,12 @@ import torch
 from fanin._cover import Part
 from fanin.errors import RequestError
 from fanin.torch._config import active_adapters, holder_of, kinds_of
-from fanin.torch._factors import Factors, Place
-from fanin.torch._fused import can_fuse, fuse, is_proven, noise_like
+from fanin.torch._factors import Factors, Found, Place, found_in
+from fanin.torch._fused import Plan, Sums, can_fuse, is_proven, is_tf32, noise_like, planned
 from fanin.torch._packed4 import unpack4
-from fanin.torch._state import refuse_kind
-from fanin.torch._transform import Transform, Values, parts_of
+from fanin.torch._state import State, refuse_kind
+from fanin.torch._steady import Steady, Step
+from fanin.torch._transform import Batch, Cut, Parted, Transform, Values, parted, parts_of
 from fanin.torch._tree import Item, root_of
 
 Shape = tuple[int, ...]
@@ -31,7 +34,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 _GRAIN = 64
 """Rows are computed by so many, whatever this rank's part is: products of very few rows may be
 rounded otherwise than those of a whole matrix."""
-_MOST = 8 << 20
+_MOST = 2 << 20
 """Elements that a layer adds at a time. PEFT holds two tensors of them."""
 _OTHERS = "publish the adapter by fanin.torch.AdapterServer, or what merge_and_unload() makes"
 
@@ -50,6 +53,7 @@ class Layer:
         self.embeds = adapter in layer.lora_embedding_A
         self.is_dora = adapter in layer.lora_variant
         self.places = self._places()
+        self._plans: dict[tuple[Shape, Part], tuple[Any, Plan | None]] = {}
 
     def _places(self) -> dict[str, Place]:
         layer, adapter = self.layer, self.adapter
@@ -71,35 +75,65 @@ class Layer:
         """The module of the base and its attribute."""
         return self.layer.get_base_layer(), getattr(self.layer, "parameter_name", "weight")
 
-    def add(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any) -> None:
-        """Writes to *out* a part of the tensor of that shape, *base*, and what is added to it."""
-        if self._is_fused(factors, shape, part, base):
-            self._fuse(factors, shape, part, base, out)
-        else:
-            self._follow(factors, shape, part, base, out)
+    def add(
+        self, factors: dict[str, Found], shape: Shape, part: Part, base: Any, out: Any, sums: Sums
+    ) -> bool:
+        """Writes to *out* a part of the tensor of that shape, *base*, and what is added to it.
+        Whether *sums* do it: if a kernel makes PEFT's bytes of such a part."""
+        scale = self.layer.scaling[self.adapter]
+        # The kernel is for a base and a result of one type; model.float() changes the base alone.
+        # PEFT's hot swap makes a tensor of the scale, whose value changes in place.
+        is_fit = isinstance(scale, (int, float))
+        is_fit = is_fit and (base.dtype, base.device) == (out.dtype, out.device)
+        seen = (
+            *(is_fit, sums.is_tf32, base.dtype, base.shape, base.stride(), base.device),
+            *[one.form for one in factors.values()],
+        )
+        known = self._plans.get((shape, part))
+        if known is None or known[0] != seen:
+            tensors = {which: one.tensor() for which, one in factors.items()}
+            known = seen, self._planned(tensors, shape, part, base) if is_fit else None
+            self._plans[shape, part] = known
+        if known[1] is None:
+            tensors = {which: one.tensor() for which, one in factors.items()}
+            self._follow(tensors, shape, part, base, out)
+            return 0 in out.shape
+        sums.add(known[1], factors, base, out, scale)
+        return True
 
-    def _is_fused(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any) -> bool:
-        """Whether a kernel makes PEFT's bytes of such a part."""
+    def _planned(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any) -> Plan | None:
+        """None: PEFT's functions have to do it."""
         if self.is_dora or 0 in base.shape or (len(shape) == 3 and shape[0] == 1):
-            return False
-        left, right = self._sides(factors, shape)
-        if not can_fuse(base, left, right):
-            return False
+            return None
+        if not can_fuse(base, factors):
+            return None
         offset, (rows, *extent) = part
         some: Part = offset, (min(rows, self._rows(shape)), *extent)
 
         def both() -> tuple[Any, Any]:
             noise = {which: noise_like(one) for which, one in factors.items()}
             values = noise_like(base[: some[1][0]])
-            outs = torch.empty_like(values), torch.empty_like(values)
+            outs, sums = (torch.empty_like(values), torch.empty_like(values)), Sums()
             self._follow(noise, shape, some, values, outs[0])
-            self._fuse(noise, shape, some, values, outs[1])
+            plan = self._plan(noise, shape, some, values)
+            found = {which: found_in(one) for which, one in noise.items()}
+            sums.add(plan, found, values, outs[1], self.layer.scaling[self.adapter])
+            sums.launch()
             return outs
 
-        kind = (self.kind.__name__, shape, some[1], left.shape[1])
-        return is_proven(base, left, kind, both)
+        plan = self._plan(factors, shape, part, base)
+        kind = (self.kind.__name__, shape, some[1], plan.kind.rank)
+        return plan if is_proven(base, factors["A"], kind, both) else None
 
-    def _sides(self, factors: dict[str, Any], shape: Shape) -> tuple[Any, Any]:
+    def _plan(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any) -> Plan:
+        offset, extent = part if len(shape) == 3 else ((0, *part[0]), (1, *part[1]))
+        e, i, j = (slice(at, at + n) for at, n in zip(offset, extent, strict=True))
+        (left, one), (right, other) = self._sides(factors, shape).items()
+        sides = {left: one[e, :, i], right: other[e, :, j]}
+        is_rounded = self.embeds or self.kind.__name__ == "ParamWrapper"
+        return planned(base, factors, sides, is_rounded, extent)
+
+    def _sides(self, factors: dict[str, Any], shape: Shape) -> dict[str, Any]:
         """What is multiplied, of each expert: [experts, rank, rows], [experts, rank, columns]."""
         a, b = factors["A"], factors["B"]
         if len(shape) == 3:
@@ -110,18 +144,7 @@ class Layer:
             a, b = a[None], b.t()[None]
         swapped = getattr(self.layer, "_did_swap_in_out_features", False)
         by_inputs = self.embeds or (len(shape) == 3 and not swapped)
-        return (a, b) if by_inputs else (b, a)
-
-    def _fuse(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any) -> None:
-        left, right = self._sides(factors, shape)
-        offset, extent = part if len(shape) == 3 else ((0, *part[0]), (1, *part[1]))
-        e, i, j = (slice(at, at + n) for at, n in zip(offset, extent, strict=True))
-        is_rounded = self.embeds or self.kind.__name__ == "ParamWrapper"
-        scale = float(self.layer.scaling[self.adapter])
-        sides = left[e, :, i], right[e, :, j]
-        if len(shape) == 3:  # one of them lies expert by expert in the last dimension
-            sides = sides[0].contiguous(), sides[1].contiguous()
-        fuse(base.view(extent), *sides, scale, is_rounded, out.view(extent))
+        return {"A": a, "B": b} if by_inputs else {"B": b, "A": a}
 
     def _rows(self, shape: Shape) -> int:
         """How many PEFT's functions are given at a time."""
@@ -188,11 +211,14 @@ class Layer:
         return self.kind.get_delta_weight(seen, self.adapter)  # type: ignore[attr-defined]
 
 
-class Merge:
+class Merge(Batch):
     """A transform: of each tensor of the base what it is together with the adapter."""
 
-    def __init__(self, model: Any, transform: Transform | None = None) -> None:
-        """transform: gives what the base's tensors are. RequestError: there is no adapter."""
+    def __init__(
+        self, model: Any, transform: Transform | None = None, cut: Cut | None = None
+    ) -> None:
+        """transform: gives what the base's tensors are. cut: large parts are computed so, None:
+        whole. RequestError: there is no adapter."""
         root = root_of(model)
         if holder_of(root) is None:
             raise RequestError.make(
@@ -200,11 +226,12 @@ class Merge:
                 "give what get_peft_model() made, or leave merge= out",
             )
         self._holder = holder_of(root)
-        self._transform = transform
+        self._transform, self._cut = transform, cut
         #: The base's outermost module, under which names are those of its checkpoint.
         self.root = root_of(root.get_base_model() if hasattr(root, "get_base_model") else root)
         self._layers: dict[tuple[int, str], list[Layer]] = {}
         self._factors = Factors([])
+        self._sums = Sums()
         self._adapter = ""
         #: Paths of modules that no name of the base has, and of what is not published.
         self.transparent: set[str] = set()
@@ -212,6 +239,9 @@ class Merge:
         #: Layers that the adapter does not touch, by their paths.
         self._others: list[tuple[str, Any]] = []
         self._is_looked = False
+        self._steady: Steady | None = None
+        #: What the step that is made now is made of, None: it will not be repeated.
+        self._step: Step | None = None
 
     def choose(self) -> None:
         """The next :meth:`look` takes the adapter that is active then."""
@@ -244,6 +274,7 @@ class Merge:
             owner, attribute = layer.target
             self._layers.setdefault((id(owner), attribute), []).append(layer)
         self._factors = Factors(place for layer in layers for place in layer.places.values())
+        self._steady = None
 
     def _active(self) -> str:
         kinds = kinds_of(self._holder)
@@ -310,7 +341,7 @@ class Merge:
         key = (id(module), attribute)
         if key not in self._layers:
             return given
-        base = given or _stored(name, module, attribute, tensor)
+        base = given or _stored(name, module, attribute, tensor, self._cut)
         if base.dtype not in _FLOATING:
             raise _refused(
                 self._layers[key][0].path,
@@ -318,42 +349,106 @@ class Merge:
                 "give transform= that says what the base's values are, or publish the adapter by "
                 "fanin.torch.AdapterServer",
             )
-        shape, parts = tuple(base.shape), base.parts
-        self._refuse_split_dora(key, name, shape, parts)
+        self._refuse_split_dora(key, name, tuple(base.shape), base.parts)
+        return self._merged(base, given, Stored(name, module, attribute, self._cut))
 
-        def merge(outs: list[Any]) -> None:
-            layers = self._layers[key]
+    def _merged(self, base: Values, given: Values | None, stored: Stored) -> Values:
+        """The values of a tensor with the adapter; given: the base's, None: they are stored."""
+        shape, parts, place = tuple(base.shape), base.parts, stored.place
+        key = (id(place.owner), place.attribute)
+
+        def begin(outs: list[Any] | None = None) -> Callable[[int, Any], None]:
+            layers, step = self._layers[key], self._step
+            self._step = None  # if this raises, or is of no kernel, the step is not repeated
             factors = [
-                {which: self._factors.whole(place) for which, place in layer.places.items()}
+                {which: self._factors.whole(one) for which, one in layer.places.items()}
                 for layer in layers
             ]
-            if given is not None:
-                given.fill(outs)
-            sources = outs if given is not None else _views(name, module, attribute)
-            self._refuse_merged()
-            for layer, found in zip(layers, factors, strict=True):
+            unpack = given.begin() if isinstance(given, Parted) else None
+            if given is not None and unpack is None:
+                given.fill(outs or [])
+            if not self._is_looked:
+                self._refuse_merged()
+            for layer in layers:
                 self._refuse_switched(layer)
-                for part, source, out in zip(parts, sources, outs, strict=True):
-                    layer.add(found, shape, part, source, out)
-                sources = outs
+            sources = stored.now() if given is None else None
+            if given is None:
+                self._step = step
+                self._note(0, parts, place, layers)
 
-        return Values(shape, base.dtype, parts, merge)
+            def compute(number: int, out: Any) -> None:
+                step, self._step = self._step, None
+                if unpack is not None:
+                    unpack(number, out)
+                source, is_summed = out if sources is None else sources[number], True
+                for layer, found in zip(layers, factors, strict=True):
+                    is_summed &= layer.add(found, shape, parts[number], source, out, self._sums)
+                    if len(layers) > 1:
+                        self._sums.launch()  # the next one reads it
+                    source = out
+                if is_summed:
+                    self._step = step
+                    self._note(number + 1, parts, place, layers)
+
+            return compute
+
+        if given is None or isinstance(given, Parted):
+            return parted(shape, base.dtype, parts, begin)
+
+        def fill(outs: list[Any]) -> None:
+            compute = begin(outs)
+            for number, out in enumerate(outs):
+                compute(number, out)
+
+        return Values(shape, base.dtype, parts, fill)
+
+    def _note(self, done: int, parts: tuple[Part, ...], place: Place, layers: list[Layer]) -> None:
+        """As many parts of the tensor at *place* are asked for."""
+        if self._step is not None and done == len(parts):
+            self._step.note(place, layers)
 
     def _base(self, name: str, module: Any, attribute: str, tensor: Any) -> Values | None:
         given = self._transform(name, module, attribute, tensor) if self._transform else None
-        return given or unpack4(name, module, attribute, tensor)
+        return given or unpack4(name, module, attribute, tensor, self._cut)
 
-    def forget(self) -> None:
+    def settle(self) -> None:
+        self._sums.launch()
+
+    def finish(self) -> None:
         """All is computed: frees the factors that were gathered."""
-        self._factors.forget()
+        step, self._step = self._step, None
         self._is_looked = False
+        self._factors.forget()
+        self._sums.finish()
+        self._sums.log = self._factors.log = None
+        if step is not None and step.is_whole:
+            with contextlib.suppress(
+                Exception
+            ):  # the step is good, and the next one is not repeated
+                self._steady = Steady(step, self._sums)
+
+    def repeat(self, states: list[State]) -> bool:
+        steady, self._steady = self._steady, None
+        stands = False
+        with contextlib.suppress(Exception):  # what is wrong is told where each one is asked for
+            stands = steady is not None and steady.stands(states)
+        if steady is not None and stands:
+            steady.repeat()
+            self._steady = steady
+            return True
+        self._step = Step(states, self._adapter, [module for _, module in self._others])
+        self._sums.log = self._factors.log = self._step.events
+        return False
+
+    def release(self) -> None:
+        self._steady = None
 
     def _refuse_merged(self) -> None:
-        """RequestError: the base has another adapter in it, where this one adds nothing. Looks once
+        """RequestError: the base has another adapter in it, where this one adds nothing. Asked once
         a step."""
-        others = () if self._is_looked else self._others
         self._is_looked = True
-        for path, module in others:
+        self._sums.is_tf32 = is_tf32()
+        for path, module in self._others:
             if module.merged_adapters:
                 raise RequestError.make(
                     f"the adapter '{module.merged_adapters[0]}' is merged into '{path}', which the "
@@ -393,15 +488,45 @@ class Merge:
         )
 
 
-def _views(name: str, module: Any, attribute: str) -> list[Any]:
-    """This rank's parts of the stored tensor that is there now."""
-    return [view for _, view in parts_of(module._parameters[attribute], name)]
+class Stored:
+    """This rank's parts of a stored tensor, found again where its sharding is another one."""
+
+    def __init__(self, name: str, module: Any, attribute: str, cut: Cut | None) -> None:
+        self._name, self._cut = name, cut
+        self.place = Place(module, attribute)
+        self._seen: Any = None
+        self._cuts: list[tuple[Shape, Shape, int]] = []
+
+    def now(self) -> list[Any]:
+        """Views of the tensor that is there now. For callers under torch.no_grad()."""
+        tensor = self.place.now()
+        spec = getattr(tensor, "_spec", None)
+        local = tensor if spec is None else tensor._local_tensor
+        if spec is not None and hasattr(local, "trigger_wait"):  # a collective is still under way
+            local = local.trigger_wait()
+        seen = local.shape, local.stride(), local.storage_offset()
+        if self._seen != (spec, seen):
+            views = [view for _, view in _views(self._name, tensor, self._cut)]
+            self._cuts = [(view.shape, view.stride(), view.storage_offset()) for view in views]
+            self._seen = spec, seen
+        return [local if one == seen else local.as_strided(*one) for one in self._cuts]
 
 
-def _stored(name: str, module: Any, attribute: str, tensor: Any) -> Values:
+def _views(name: str, tensor: Any, cut: Cut | None) -> Iterator[tuple[Part, Any]]:
+    """The parts of a tensor that this rank holds, large ones cut."""
+    for offset, view in parts_of(tensor, name):
+        part = offset, tuple(view.shape)
+        for where, size in cut.of(part, view.element_size()) if cut else [part]:
+            near = (
+                slice(at - of, at - of + n) for at, of, n in zip(where, offset, size, strict=True)
+            )
+            yield (where, size), view[tuple(near)]
+
+
+def _stored(name: str, module: Any, attribute: str, tensor: Any, cut: Cut | None) -> Values:
     """A stored tensor, as it is."""
     refuse_kind(Item(name, name, module, attribute), getattr(tensor, "_local_tensor", tensor))
-    parts = tuple((offset, tuple(view.shape)) for offset, view in parts_of(tensor, name))
+    parts = tuple(part for part, _ in _views(name, tensor, cut))
     return Values(tuple(tensor.shape), tensor.dtype, parts, lambda outs: None)
 
 

@@ -7,18 +7,19 @@ gives each rank a piece of the range, which may begin inside of a row or of a bl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fanin._cover import Part
 from fanin.errors import RequestError, StateError
-from fanin.torch._transform import Values, parts_of
+from fanin.torch._transform import Cut, Parted, parted, parts_of
 
 __all__ = ["is_packed4", "unpack4"]
 
 _LINEAR = ("bitsandbytes.nn.modules", "Linear4bit")
-_MOST = 16 << 20
+_MOST = 4 << 20
 """Elements that are dequantized at a time; blocks have a power of two, at most 4,096."""
 
 
@@ -28,24 +29,35 @@ def is_packed4(module: Any, attribute: str) -> bool:
     return attribute == "weight" and _LINEAR in kinds
 
 
-def unpack4(name: str, module: Any, attribute: str, tensor: Any) -> Values | None:
-    """A transform: the values of a weight that is packed in 4 bits."""
+def unpack4(
+    name: str, module: Any, attribute: str, tensor: Any, cut: Cut | None = None
+) -> Parted | None:
+    """A transform: the values of a weight that is packed in 4 bits; cut: large parts of it."""
     if not is_packed4(module, attribute):
         return None
     state = _state_of(name, module, tensor)
     shape = tuple(state.shape)
-    lengths = [(first, packed.numel() * 2) for first, packed in _ranges(name, tensor)]
-    parts = tuple(part for first, count in lengths for part in _parts(first, count, shape))
+    whole = [
+        part
+        for first, packed in _ranges(name, tensor)
+        for part in _parts(first, packed.numel() * 2, shape)
+    ]
+    parts = tuple(one for part in whole for one in (cut.of(part, 2) if cut else [part]))
 
-    def fill(outs: list[Any]) -> None:
+    def begin() -> Callable[[int, Any], None]:
         now = module._parameters[attribute]
         state = _state_of(name, module, now)
-        scales, left = _scales(state), iter(outs)
-        for first, packed in _ranges(name, now):
-            rows = [next(left).view(-1) for _ in _parts(first, packed.numel() * 2, shape)]
-            _fill(packed, first, state, scales, rows)
+        scales, ranges = _scales(state), _ranges(name, now)
 
-    return Values(shape, state.dtype, parts, fill)
+        def compute(number: int, out: Any) -> None:
+            row, column = parts[number][0]
+            at = row * shape[1] + column
+            first, packed = max((one for one in ranges if one[0] <= at), key=lambda one: one[0])
+            _fill(packed, first, state, scales, at, out)
+
+        return compute
+
+    return parted(shape, state.dtype, parts, begin)
 
 
 def _state_of(name: str, module: Any, tensor: Any) -> Any:
@@ -101,28 +113,22 @@ def _scales(state: Any) -> Any:
     return (scales + state.offset).float()
 
 
-def _fill(packed: Any, first: int, state: Any, scales: Any, outs: list[Any]) -> None:
-    """Writes the values of that range, one after the other, to the *outs*."""
-    size = state.blocksize
-    at, end = first, first + sum(out.numel() for out in outs)
-    left = list(outs)
+def _fill(packed: Any, first: int, state: Any, scales: Any, at: int, out: Any) -> None:
+    """Writes the values from number *at* on to *out*; first: the number of the first packed one."""
+    size, end, left = state.blocksize, at + out.numel(), out.view(-1)
     while at < end:
         stop = min((at // _MOST + 1) * _MOST, end)
-        lead, blocks = at % size, -(-stop // size) - at // size
-        held = packed[(at - first) // 2 : (stop - first + 1) // 2]
+        even = at - at % 2  # two values a byte
+        lead, blocks = even % size, -(-stop // size) - even // size
+        held = packed[(even - first) // 2 : (stop - first + 1) // 2]
         if held.numel() * 2 != blocks * size:  # blocks of which this rank has a part
             whole = held.new_zeros(blocks * size // 2)
             whole[lead // 2 : lead // 2 + held.numel()] = held
             held = whole
-        mine = scales[at // size : at // size + blocks].to(held.device).contiguous()
-        values = _dequantized(held, mine, state)[lead : lead + stop - at]
-        while values.numel():
-            n = min(values.numel(), left[0].numel())
-            left[0][:n].copy_(values[:n])
-            values, left[0] = values[n:], left[0][n:]
-            if not left[0].numel():
-                left.pop(0)
-        at = stop
+        mine = scales[even // size : even // size + blocks].to(held.device).contiguous()
+        values = _dequantized(held, mine, state)[lead + at - even : lead + stop - even]
+        left[: stop - at].copy_(values)
+        left, at = left[stop - at :], stop
 
 
 def _dequantized(packed: Any, scales: Any, state: Any) -> Any:

@@ -7,7 +7,8 @@ What the library has registered is compared with what is there now.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,15 +27,27 @@ from fanin.torch._segments import count_segments
 from fanin.torch._state import (
     Columns,
     Layout,
+    Lies,
     State,
     is_registered,
     is_same,
     layout_of,
     local_of,
     refuse_kind,
+    registered,
     view_of,
 )
-from fanin.torch._transform import Computing, Transform, boxes_of, computed, placed, values_of
+from fanin.torch._transform import (
+    Batch,
+    Computing,
+    Maker,
+    Transform,
+    boxes_of,
+    computed,
+    one_by_one,
+    placed,
+    values_of,
+)
 from fanin.torch._tree import PARAMETER, FindFunction, Item, Tree, root_of
 
 try:
@@ -99,6 +112,18 @@ def _is_left(item: Item) -> bool:
     return item.kind != PARAMETER or isinstance(item.owner, torch.nn.Embedding)
 
 
+def _source(alike: list[tuple[Shard, State, Maker | None]], left: bool) -> Source:
+    """A published tensor, of which these are the parts that are made one by one."""
+    boxes = [(box, state, maker) for shard, state, maker in alike for box in shard.boxes]
+    whole = replace(alike[0][0], boxes=tuple(box for box, _, _ in boxes))
+    makers = [maker for _, _, maker in boxes]
+
+    def views() -> list[Any]:
+        return [view_of(state, box) for box, state, _ in boxes]
+
+    return Source(whole, views, left, makers)
+
+
 def _is_sharded(item: Item) -> bool:
     return item.state is not None and item.state.spec is not None
 
@@ -133,12 +158,12 @@ class Parameters:
         names: NamesFunction | None,
         base: bool = False,
         transform: Transform | None = None,
-        filled: Callable[[], None] = lambda: None,
+        batch: Batch | None = None,
         quantizer: Quantizer | None = None,
     ) -> None:
         """base: beside what is published there may be a model, as around an adapter.
 
-        filled: called when all that *transform* says is computed.
+        batch: what *transform* says is computed together, None: one after the other.
 
         quantizer: rounds what would be published, None: nothing does.
         """
@@ -161,20 +186,18 @@ class Parameters:
         self._versions: list[tuple[int, int]] = []
         self.quantizer = quantizer
         #: What makes values that no parameter holds, at each step.
-        self.stages = self._stages(filled)
+        self.stages = self._stages(batch or Batch())
 
-    def _stages(self, filled: Callable[[], None]) -> Stages:
-        quantizer = self.quantizer
+    def _stages(self, batch: Batch) -> Stages:
+        quantizer, every = self.quantizer, lambda: self._items
         if quantizer is None:
-            return Stages(
-                [] if self.transform is None else [Computing(lambda: self._items, filled)]
-            )
+            return Stages([] if self.transform is None else [Computing(every, batch)])
         if self.transform is None:
             return Stages([quantizer], quantizer.flag_unusable)
         # Computed values that are rounded have memory until the next ones are computed. Those of
         # blocks that ranks share are computed once more when the ranks have found the maxima.
-        first = Computing(lambda: self._items, filled, lambda item: quantizer.take(item.name))
-        again = Computing(self._shared, filled, lambda item: quantizer.retake(item.name))
+        first = Computing(every, batch, quantizer.take)
+        again = Computing(self._shared, batch, quantizer.retake)
         return Stages([first, quantizer, again], quantizer.flag_unusable)
 
     def _shared(self) -> Iterator[Item]:
@@ -265,11 +288,12 @@ class Parameters:
                 if item.state is not None
                 for part in item.state.slices
             }
-            alike: dict[tuple[bool, str, bool], list[Item]] = {}
+            alike: dict[tuple[bool, str, bool], list[Lies]] = {}
             for item in self._items:
                 which = (_is_sharded(item), item.kind, _is_computed(item))
-                alike.setdefault(which, []).append(item)
-            self._columns = [Columns(items, *which) for which, items in alike.items()]
+                if item.state is not None:
+                    alike.setdefault(which, []).append(registered(item, item.state))
+            self._columns = [Columns(lies, *which) for which, lies in alike.items()]
             self.take_back()
             self._lent = [
                 _lent_of(item, item.state)
@@ -420,13 +444,13 @@ class Parameters:
                     yield item.path, shard, [view_of(state, box) for box in shard.boxes]
 
     def _sources(self, item: Item, state: State) -> list[Source]:
-        maker = item.name if state.values is not None and self._passes(item, state) else None
-
-        def views_of(shard: Shard) -> Callable[[], list[Any]]:
-            return lambda: [view_of(state, box) for box in shard.boxes]
-
-        shards = self._shards(item, state)
-        return [Source(shard, views_of(shard), _is_left(item), maker) for shard in shards]
+        passes = state.values is not None and self._passes(item, state)
+        found: dict[str, list[tuple[Shard, State, Maker | None]]] = {}
+        for number, one in enumerate(one_by_one(state)):
+            for shard in self._shards(item, one):
+                maker = (item.name, number) if passes else None
+                found.setdefault(shard.name, []).append((shard, one, maker))
+        return [_source(alike, _is_left(item)) for alike in found.values()]
 
     def _passes(self, item: Item, state: State) -> bool:
         """Whether all that is published of an item is rounded."""

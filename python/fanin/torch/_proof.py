@@ -31,8 +31,6 @@ from fanin.server import Server
 from fanin.torch._parameters import Parameters
 from fanin.torch._union import Table
 
-__all__ = ["AdapterProof", "Proof", "layouts_of"]
-
 _log = logging.getLogger("fanin.torch")
 _SHARE = 0.01
 """Of the time between two steps, that digests may take which nobody has asked for."""

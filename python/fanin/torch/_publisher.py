@@ -36,9 +36,9 @@ from fanin.torch._world import (
 )
 from fanin.torch._writes import count_steps
 
-__all__ = ["Publisher", "RankOptions", "Run", "Source", "Steps"]
-
 _log = logging.getLogger("fanin.torch")
+
+_MOST = 16  # patches, as the library has it
 
 Run = str | int
 Steps = int | Mapping[Run, int]
@@ -62,6 +62,8 @@ class Source(NamedTuple):
     """Names of tensors that the configuration ties and torch holds apart."""
     scale_of: Callable[[str], float] | None = None
     """Of an adapter, what engines multiply the parameter of a path by."""
+    deltas: int = 0
+    """How many patches are kept."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class OneRun:
         self.describe = source.describe
         self.kept = source.kept
         self.ties = source.ties
+        self.deltas = source.deltas
         self.step: int | None = None
         #: The step that is published now or was last, and how often it was tried before.
         self.at = (-1, 0)
@@ -155,6 +158,7 @@ class Publisher:
 
         try:
             self._casting = Casting(serving.cast, serving.snapshot)
+            self._deltas = self._checked_deltas(serving.deltas)
             source = prepare()
         except Exception as caught:
             error = cause_of(caught)
@@ -549,6 +553,22 @@ class Publisher:
             _log.warning("fanin: no digests of %s at step %d: %s", run.publication, step, why)
         self._unproven.discard(run.publication)
 
+    def _checked_deltas(self, deltas: int) -> int:
+        """Raises RequestError: so many patches cannot be kept."""
+        if isinstance(deltas, bool) or not isinstance(deltas, int) or not 0 <= deltas <= _MOST:
+            raise RequestError.make(
+                f"deltas is {deltas!r}",
+                f"give how many patches to keep, 0 to {_MOST}",
+                key="deltas",
+            )
+        if deltas and not self._snapshot:
+            raise RequestError.make(
+                f"deltas is {deltas} without snapshot: what has changed is found in copies",
+                "give snapshot=True as well, which takes twice the memory of what is published",
+                key="deltas",
+            )
+        return deltas
+
     def _register(self, server: Server, source: Source) -> OneRun:
         shards = self._casting.marked([*source.change.shards, *source.others], source.kept)
         server.put(source.publication, shards)
@@ -764,7 +784,12 @@ class Publisher:
             _order(streams[1:], streams[:1])
             stream = Stream(int(streams[0].cuda_stream), devices[0])
         self._server.commit(
-            run.publication, step, snapshot=self._snapshot, cast=self._casting.dtype, stream=stream
+            run.publication,
+            step,
+            snapshot=self._snapshot,
+            cast=self._casting.dtype,
+            stream=stream,
+            deltas=run.deltas,
         )
         run.step = self._last[run.publication] = int(step)
         run.stands = True

@@ -38,8 +38,9 @@ class Source(NamedTuple):
     """The memory of its boxes, as tensors."""
     left: bool
     """It stays as it is, whatever its name: an embedding, a buffer."""
-    maker: Hashable = None
-    """Who gives the values, one after the other, by :meth:`Quantizer.take`; None: they stay."""
+    makers: Sequence[Hashable] = ()
+    """Who gives the values of each box, one after the other, by :meth:`Quantizer.take`; None: they
+    stay."""
 
 
 class Entry(NamedTuple):
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
     """The scales of the blocks whose first elements are in the box."""
     published: tuple[Shard, Shard]
     """Values and scales."""
-    maker: Hashable
+    makers: Sequence[Hashable]
     """As the source's."""
 
 
@@ -79,6 +80,12 @@ class Quantizer:
     """The stage that rounds to fp8. Not for several threads at once."""
 
     def __init__(self, form: Format) -> None:
+        """RequestError: this PyTorch has no such numbers."""
+        if not hasattr(torch, "float8_e4m3fn"):
+            raise RequestError.make(
+                f"quantize= needs torch.float8_e4m3fn, which PyTorch {torch.__version__} lacks",
+                "install PyTorch 2.1 or a newer one on every rank, or leave quantize= out",
+            )
         self.form = form
         self._entries: dict[str, Entry] = {}
         self._shared = Shared(0, {})
@@ -283,12 +290,12 @@ class Quantizer:
             shard = one.shard
             if self._stands(shard):
                 known = self._entries[shard.name]
-                out[shard.name] = known._replace(source=shard, views=one.views(), maker=one.maker)
+                out[shard.name] = known._replace(source=shard, views=one.views(), makers=one.makers)
                 continue
             results = [next(values) for _ in shard.boxes]
             grids = [next(scales) for _ in shard.boxes]
             published = self._published(shard, results, grids)
-            out[shard.name] = Entry(*(shard, one.views(), results, grids, published, one.maker))
+            out[shard.name] = Entry(*(shard, one.views(), results, grids, published, one.makers))
         return out
 
     def _stands(self, shard: Shard) -> bool:
@@ -323,11 +330,10 @@ class Quantizer:
             known: dict[Any, Any] = {}
             found: dict[Hashable, list[Job]] = {None: []}
             for name, entry in self._entries.items():
-                found.setdefault(entry.maker, []).extend(
-                    self._job(name, entry, at, known)
-                    for at, box in enumerate(entry.source.boxes)
-                    if 0 not in box.extent
-                )
+                for at, box in enumerate(entry.source.boxes):
+                    if 0 not in box.extent:
+                        job = self._job(name, entry, at, known)
+                        found.setdefault(entry.makers[at], []).append(job)
             self._works = {maker: self._work(jobs) for maker, jobs in found.items()}
         return self._works
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,8 @@ class State(NamedTuple):
     slices: tuple[Slice, ...]
     values: Values | None = None
     """What is computed of the parameter: then memory, type and shapes are the results'."""
+    overlaid: bool = False
+    """Its parts are computed one by one, and lie in the same memory."""
 
 
 _spec = attrgetter("_spec")
@@ -59,29 +62,51 @@ _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
 
 
+class Lies(NamedTuple):
+    """Where a parameter lies."""
+
+    owner: Any
+    attribute: str
+    param: Any
+    spec: Any
+    """A DTensor's specification, None for a plain tensor."""
+    pointer: int
+    dtype: Any
+    shape: tuple[int, ...]
+    """Of the local tensor, as what follows."""
+    steps: tuple[int, ...]
+
+
+def registered(item: Item, state: State) -> Lies:
+    lies = state.pointer, state.dtype, state.local_shape, state.steps
+    return Lies(item.owner, item.attribute, state.param, state.spec, *lies)
+
+
+def lies_now(owner: Any, attribute: str) -> Lies:
+    param = owner._parameters[attribute]
+    spec = getattr(param, "_spec", None)
+    local = param if spec is None else param._local_tensor
+    lies = local.data_ptr(), local.dtype, local.shape, local.stride()
+    return Lies(owner, attribute, param, spec, *lies)
+
+
 class Columns:
-    """What is registered of many items, one list an attribute.
+    """Where many parameters lie, one list an attribute.
 
     Tens of thousands of parameters are compared at each commit, so no Python runs for each.
     """
 
-    def __init__(self, items: list[Item], sharded: bool, kind: str, computed: bool) -> None:
+    def __init__(self, lies: Iterable[Lies], sharded: bool, kind: str, computed: bool) -> None:
         """computed: results are registered, for which the parameter may lie anywhere."""
-        states = [item.state for item in items if item.state is not None]
         self._sharded = sharded
         self._computed = computed
         self._kept = attrgetter(kind)
-        self._owners = [item.owner for item in items]
-        self._attributes = [item.attribute for item in items]
-        self._params = [state.param for state in states]
-        self._specs = [state.spec for state in states]
-        self._pointers = [state.pointer for state in states]
-        self._dtypes = [state.dtype for state in states]
-        self._shapes = [state.local_shape for state in states]
-        self._steps = [state.steps for state in states]
+        columns = map(list, zip(*lies, strict=True))
+        self._owners, self._attributes, self._params, self._specs, *others = columns
+        self._pointers, self._dtypes, self._shapes, self._steps = others
 
     def stand(self) -> bool:
-        """Whether every parameter is the object that is registered, and lies where it did."""
+        """Whether every parameter is the object that it was, and lies where it did."""
         now = map(dict.get, map(self._kept, self._owners), self._attributes)
         if not all(map(is_, now, self._params)):
             return False

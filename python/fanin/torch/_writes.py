@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["count_steps"]
-
 _Owner = TypeVar("_Owner")
 
 

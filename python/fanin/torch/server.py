@@ -23,8 +23,6 @@ from fanin.torch._scales import Scales
 from fanin.torch._tree import Found
 from fanin.torch._union import ranks_text
 
-__all__ = ["AdapterServer"]
-
 
 def _source(
     run: Run, model: Any, adapter: str | None, names: NamesFunction | None, config: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -14,6 +15,7 @@ import torch
 
 from fanin._options import option, takes
 from fanin._quantization import is_fit
+from fanin._records import DELTAS
 from fanin._served import size_of
 from fanin._tensors import Shard
 from fanin.errors import FaninError, RequestError, StateError
@@ -30,7 +32,7 @@ from fanin.torch._proof import Proof, layouts_of
 from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source, cause_of
 from fanin.torch._quantized import Quantizer
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
-from fanin.torch._transform import Transform
+from fanin.torch._transform import Cut, Transform
 from fanin.torch._union import (
     Entry,
     Table,
@@ -45,8 +47,6 @@ from fanin.torch._union import (
 )
 from fanin.torch._weights import checkpoint_names, find_weights, lost_ties, refuse_lost_tie
 from fanin.torch._world import raise_first
-
-__all__ = ["WeightServer"]
 
 _log = logging.getLogger("fanin.torch")
 
@@ -81,7 +81,7 @@ class _What(NamedTuple):
     skip_modules: Any
 
 
-def _source(run: Run, what: _What) -> Source:
+def _source(run: Run, what: _What, deltas: int) -> Source:
     model, transform = what.model, what.transform
     form = format_of(what.quantize, what.skip_modules)
     if not isinstance(model, torch.nn.Module):
@@ -90,24 +90,38 @@ def _source(run: Run, what: _What) -> Source:
         )
     publication = full_publication(run)
     quantizer = None if form is None else Quantizer(form)
-    merge = Merge(model, transform) if what.merge else None
+    # What is rounded needs memory for a part at a time: of whole blocks, and of 64 rows as PEFT's
+    # products are computed.
+    cut = None if form is None else Cut(math.lcm(64, form.block[0] if form.block else 1))
+    merge = Merge(model, transform, cut) if what.merge else None
     if merge is not None:
         model, transform = merge.root, merge
     find = functools.partial(find_weights, merge=merge, computed=transform is not None)
     names = what.names or checkpoint_names(model, find, transform)
-    forget = (lambda: None) if merge is None else merge.forget
     parameters = Parameters(
-        model, find, names, transform=transform, filled=forget, quantizer=quantizer
+        model, find, names, transform=transform, batch=merge, quantizer=quantizer
     )
+
+    change = parameters.look()
+    if deltas and any(shard.device is not None and shard.device >= 0 for shard in change.shards):
+        _log.warning(
+            "deltas=%d of %s has no effect: it lies on CUDA devices, of whose copies there are no "
+            "patches yet. Engines read the whole of each step",
+            deltas,
+            publication,
+        )
+        deltas = 0
 
     def describe() -> dict[str, str]:
         text = model_config(model, what.config, unpacked=what.merge)
-        return {"format": "pt"} if text is None else {"config": text, "format": "pt"}
+        told = {"format": "pt"} if text is None else {"config": text, "format": "pt"}
+        return {**told, DELTAS: str(deltas)} if deltas else told
 
-    change, metadata = parameters.look(), describe()
+    metadata = describe()
     kept = kept_in_f32(model, metadata.get("config"), change.states)
     ties = tuple(lost_ties(parameters.root, change.items or ()))
-    return Source(publication, parameters, change, metadata, describe, kept=kept, ties=ties)
+    told = (publication, parameters, change, metadata, describe)
+    return Source(*told, kept=kept, ties=ties, deltas=deltas)
 
 
 class Answer(NamedTuple):
@@ -236,7 +250,7 @@ class WeightServer(Publisher):
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
         what = _What(*(getattr(options, name) for name in _What._fields))
-        super().__init__(options, options.name, lambda: _source(options.run, what))
+        super().__init__(options, options.name, lambda: _source(options.run, what, self._deltas))
 
     def refresh(self, run: Run | None = None) -> None:
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
@@ -273,6 +287,7 @@ class WeightServer(Publisher):
         transform: Transform | None = None,
         quantize: Any = None,
         skip_modules: Any = None,
+        deltas: int | None = None,
     ) -> None:
         """Publishes another model as well, a draft model for example; on every rank.
 
@@ -294,6 +309,7 @@ class WeightServer(Publisher):
             transform: as the constructor's.
             quantize: as the constructor's.
             skip_modules: as the constructor's.
+            deltas: as the constructor's; None: what the constructor was told.
 
         Raises:
             RequestError: the run is there already; the constructor's reasons.
@@ -303,7 +319,8 @@ class WeightServer(Publisher):
             publication = full_publication(run)
             self._refuse_known(publication)
             what = _What(model, names, config, merge, transform, quantize, skip_modules)
-            source = _source(run, what)
+            kept_steps = self._deltas if deltas is None else self._checked_deltas(deltas)
+            source = _source(run, what, kept_steps)
         except Exception as caught:
             error = cause_of(caught)
         table = table_of(source.change.shards) if source is not None else {}

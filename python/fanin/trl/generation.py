@@ -27,8 +27,6 @@ from fanin.pool import EnginePool
 from fanin.sync import Registry
 from fanin.trl.publish import PublishCallback
 
-__all__ = ["PullMixin"]
-
 _Result = TypeVar("_Result")
 _REPLACED = "VLLMGeneration"
 _lock = threading.Lock()

@@ -13,8 +13,6 @@ from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo
 from fanin.names import check_run
 
-__all__ = ["PublishCallback"]
-
 _KINDS = ("lora", "full")
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fanin.engine.copies import laid_out, room_of, span
+from fanin.engine.deltas import Asking
 from fanin.engine.landing import Progress
 from fanin.engine.trainers import Trainer, left
 from fanin.engine.weights_state import require_host_room
@@ -30,9 +31,8 @@ from fanin.mapping._held import Told, held_of
 from fanin.vllm import reload
 from fanin.vllm.landings import MappedLanding
 
-__all__ = ["Comparison", "Module", "Shadow", "compare", "held", "poison"]
-
 _BLOCK = 256
+_PINNED = "pinned host memory"
 # Of the device's free memory, for what else is allocated meanwhile.
 _SPARE = 1.1
 # Types whose elements are values by themselves.
@@ -40,12 +40,24 @@ _ASKED = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
 class Shadow:
-    """Memory for one step of a mapped model. workers: of this engine, who take as much each.
+    """Memory for one step of a mapped model. Nothing but pulls writes it.
+
+    Args:
+        workers: of this engine, who take as much each.
+        asking: for what has changed alone, or not; None: for the whole.
+        host: in host memory also where the device has room.
 
     Raises HostError if the host has not so much.
     """
 
-    def __init__(self, landing: MappedLanding, workers: int = 1) -> None:
+    def __init__(
+        self,
+        landing: MappedLanding,
+        workers: int = 1,
+        asking: Asking | None = None,
+        *,
+        host: bool = False,
+    ) -> None:
         self._landing = landing
         layouts: dict[tuple[str, str], Any] = {}
         for module in landing.mapping.modules:
@@ -58,22 +70,26 @@ class Shadow:
                 if place == module.path and leaf not in leaves:
                     leaves[leaf] = getattr(landing.module(module.path), leaf)
             layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
-        self._tensors = self._lay_out(layouts, workers)
+        self._tensors = self._lay_out(layouts, workers, host)
         self._packed: PackedMapping = landing.mapping.pack(self._lookup)
+        self.holds = sum(group.bytes for group in self._packed.groups)
+        in_host = self.place in ("cpu", _PINNED) and self._packed.dtype is None
+        self._asking = asking if in_host else None
         self._installing = landing.installation(self._tensors)
 
     def _lay_out(
-        self, layouts: dict[tuple[str, str], Any], workers: int
+        self, layouts: dict[tuple[str, str], Any], workers: int, host: bool
     ) -> dict[tuple[str, str], Any]:
         import torch
 
         self.bytes = room_of(layouts.values())
         device, pinned = self._landing.device, False
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE:
-            device, pinned = torch.device("cpu"), True
+        if device.type == "cuda":
+            host = host or torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE
+            device, pinned = torch.device("cpu") if host else device, host
         if device.type == "cpu":
             require_host_room(self.bytes, workers)
-        self.place = "pinned host memory" if pinned else str(device)
+        self.place = _PINNED if pinned else str(device)
         room = torch.empty(self.bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         return laid_out(room, layouts)
 
@@ -96,21 +112,32 @@ class Shadow:
     def fill(self, trainer: Trainer, step: int, deadline: float, progress: Progress) -> Any:
         """Reads *step*, proven; the pull's result. Blocks until *deadline* at most."""
         self._landing.mapping.fill(self._lookup)
+        how: dict[str, Any] = {"verify": self._landing.verify}
+        asking = self._asking
+        if asking is not None and not asking.asks(trainer.published):
+            asking = None
+        if asking is not None:
+            how = asking.options()
         result = trainer.reader.pull_into(
             trainer.run,
             self._packed.tensors,
             step=step,
             timeout=left(deadline),
             dtype=self._packed.dtype,
-            verify=self._landing.verify,
             rank_progress=progress,
+            **how,
         )
+        if asking is not None:
+            asking.came(result, self.holds)
         self._packed.settle()
         return result
 
     def install(self) -> None:
         """Copies what was read into the model, and processes what has to be."""
         self._installing()
+
+    def touched(self) -> None:
+        self._packed.tensors.touched()
 
 
 @dataclass

@@ -37,8 +37,6 @@ from fanin.config import inference_setting
 from fanin.engine.faults import from_wire, to_wire
 from fanin.errors import FaninError, HostError, StateError
 
-__all__ = ["METHODS", "Gate", "not_whole"]
-
 _log = logging.getLogger("vllm.fanin")
 
 #: After which the engine has other weights, all of them.

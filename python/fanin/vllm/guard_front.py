@@ -23,8 +23,6 @@ from fanin.engine.updates import DEFAULT_TIMEOUT, check_timeout
 from fanin.errors import HostError, PullTimeoutError, RequestError, StateError
 from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ended, ours, requires_step, watched
 
-__all__ = ["QUESTION", "Watch", "death_of"]
-
 #: Seconds for an answer that takes no work. A core is at work on one thing at a time.
 QUESTION = 30.0
 #: A process that is stopped for so long is not waited for.

@@ -23,17 +23,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fanin._dtypes import dtype_bits
+from fanin._records import PullResult
 from fanin._tensors import PackedTensors, Shard, pack
-from fanin.client import PullResult
 from fanin.engine.copies import Copies, laid_out, room_of, span
-from fanin.engine.landing import Landing, Progress, Summary, lend
+from fanin.engine.deltas import Asking
+from fanin.engine.landing import Landing, Progress, Summary, lend, note_delta
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
 from fanin.session import PullSession
 from fanin.vllm import reload
-
-__all__ = ["LoaderLanding", "MappedLanding", "with_neighbours"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -181,6 +180,7 @@ class MappedLanding(Landing):
     loader: fills the mapping's fallback, which :func:`with_neighbours` has made, if there is one.
     ring: how many layers' skeletons there are: one is read while another one is installed.
     verify: compare what has landed with digests that the ranks make.
+    asking: for what has changed alone, where :attr:`holds_steps`; None: for the whole.
     Raises RequestError if a module can be filled in no way, naming it.
     """
 
@@ -194,8 +194,9 @@ class MappedLanding(Landing):
         *,
         ring: int = 2,
         verify: bool = False,
+        asking: Asking | None = None,
     ) -> None:
-        self._loader = loader
+        self._loader, self._asking = loader, asking
         self.by_loader = () if loader is None else loader.by_loader
         self.model, self._config, self.device = model, model_config, device
         self.mapping = mapping
@@ -240,6 +241,13 @@ class MappedLanding(Landing):
     def staged(self, path: str) -> bool:
         """Whether the module is processed into other tensors."""
         return path in self._skeletons
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether the model's host memory has the bytes of the last step as they were published, so
+        that what has changed since can be put there."""
+        as_published = not self._skeletons and self.dtype is None and not self.by_loader
+        return as_published and self.device.type == "cpu" and not reload.widened(self.model)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -337,10 +345,11 @@ class MappedLanding(Landing):
         if self._loader is not None:
             loaded = self._loader.pull(trainer, step, deadline, writing)
         summary = Summary()
+        attempt = self._changed if self._asking and self.holds_steps else self._attempt
         with torch.no_grad():
             while True:
                 try:
-                    result = self._attempt(trainer, step, deadline, writing, summary)
+                    result = attempt(trainer, step, deadline, writing, summary)
                     break
                 except StaleError as error:
                     # The step may be there still: an abort, or a rank that was paused.
@@ -351,6 +360,7 @@ class MappedLanding(Landing):
             summary.install += time.monotonic() - start
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
         summary.read = result.read
+        note_delta(summary, result, self._bytes)
         summary.worlds.add(str(result.world_id))
         if not loaded.worlds <= summary.worlds:
             raise _launches(step)
@@ -406,6 +416,36 @@ class MappedLanding(Landing):
             result = session.end()
             summary.proof = time.monotonic() - begun
             return result
+
+    def _changed(
+        self,
+        trainer: Trainer,
+        step: int,
+        deadline: float,
+        writing: Callable[[], None],
+        summary: Summary,
+    ) -> PullResult:
+        """Likewise by one pull: what has changed since the step that the model holds, or all."""
+        assert self._asking is not None
+        writing()
+        result: PullResult = trainer.client.pull_into(
+            trainer.run,
+            self._packed,
+            step=step,
+            timeout=left(deadline),
+            rank_progress=Progress(step, self._bytes),
+            **self._asking.options(),
+        )
+        self._asking.came(result, self._bytes)
+        summary.ready, summary.proof = result.total - result.read, result.verify
+        start = time.monotonic()
+        for layer in self._layers:
+            self._install(layer)
+        summary.install += time.monotonic() - start
+        return result
+
+    def touched(self) -> None:
+        self._packed.touched()
 
     def _prepare(self, layer: _Layer, padding: bool = True) -> None:
         """What no published element fills: padding, and what the engine has of its own."""

@@ -32,17 +32,6 @@ from fanin.engine.threads import in_thread
 from fanin.errors import FaninError, StateError
 from fanin.vllm import patches
 
-__all__ = [
-    "Adds",
-    "Engine",
-    "Listener",
-    "Names",
-    "Numbers",
-    "asked_at",
-    "call_all",
-    "call_one",
-]
-
 _log = logging.getLogger("vllm.fanin")
 
 _asked: ContextVar[float | None] = ContextVar("fanin_asked", default=None)

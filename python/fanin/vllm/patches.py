@@ -22,22 +22,6 @@ from typing import Any, NamedTuple
 from fanin.errors import FaninError, RequestError
 from fanin.vllm import guard, guard_front, worker
 
-__all__ = [
-    "ADDED",
-    "SUPPORTED",
-    "TABLE",
-    "VALUE",
-    "Patch",
-    "calling_models",
-    "changed",
-    "install",
-    "installed",
-    "put",
-    "require",
-    "require_version",
-    "unpinned",
-]
-
 _log = logging.getLogger("vllm.fanin")
 
 #: Versions of vLLM whose inside is known.

@@ -26,28 +26,6 @@ from fanin.errors import PeerError, RequestError, StateError, first_of
 from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
 from fanin.vllm.patches import require_version
 
-__all__ = [
-    "Afterwards",
-    "Skeleton",
-    "Skeletons",
-    "Trial",
-    "Watch",
-    "abandon",
-    "about",
-    "as_loaded",
-    "begin",
-    "end",
-    "engine_own",
-    "lacking",
-    "of_all_workers",
-    "record_model",
-    "require_filled",
-    "same_bytes",
-    "shared",
-    "skeletons",
-    "widened",
-]
-
 _WRAPPED = "online_process_loader"
 # Attention's scales and zero points: a checkpoint may have them, else the engine has 1.0 and 0.
 _SCALES = frozenset(

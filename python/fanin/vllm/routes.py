@@ -46,8 +46,6 @@ from fanin.names import check_step, parse, run_of
 from fanin.vllm.guard import ours
 from fanin.vllm.state import State, names_are_resolved, state
 
-__all__ = ["Api", "EndpointPlugin", "api_processes"]
-
 _log = logging.getLogger("vllm.fanin")
 
 _MAX_TIMEOUT = 3600.0

@@ -34,18 +34,6 @@ from fanin.mapping import Mapping as SlotMapping
 from fanin.mapping._held import Told
 from fanin.vllm import patches
 
-__all__ = [
-    "SlotMemory",
-    "Stack",
-    "held",
-    "loader_of",
-    "prove",
-    "record_layout",
-    "stacks_of",
-    "unfit",
-    "unfitting",
-]
-
 #: Of vLLM, for which the names below are right.
 VERSIONS = ("0.32.",)
 

@@ -35,8 +35,6 @@ from fanin.errors import CancelledError, FaninError, HostError, StaleError
 from fanin.vllm import patches
 from fanin.vllm.slots import SlotMemory, loader_of, prove, record_layout, unfit, unfitting
 
-__all__ = ["Slots", "WorkerSlots"]
-
 _log = logging.getLogger("vllm.fanin")
 
 

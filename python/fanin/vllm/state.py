@@ -35,16 +35,6 @@ from fanin.names import parse
 from fanin.vllm.models import Adds, Engine, Listener, asked_at
 from fanin.vllm.patches import calling_models
 
-__all__ = [
-    "RESOLVER_NAME",
-    "State",
-    "has_distant_workers",
-    "make_resolver",
-    "names_are_resolved",
-    "state",
-    "wanted_by_name",
-]
-
 RESOLVER_NAME = "fanin"
 
 _log = logging.getLogger("vllm.fanin")

@@ -28,6 +28,7 @@ from fanin._allowed import check_by_config
 from fanin._options import relay
 from fanin.config import inference_setting
 from fanin.engine.clients import Source
+from fanin.engine.deltas import Asking, check_deltas, counts
 from fanin.engine.landing import Landing, Summary
 from fanin.engine.read_ahead import Prefetch
 from fanin.engine.served_model import ServedModel
@@ -55,8 +56,6 @@ from fanin.vllm import beside, guard, patches, reload
 from fanin.vllm.landings import LoaderLanding, MappedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 
-__all__ = ["Engine", "InitInfo", "UpdateInfo"]
-
 _log = logging.getLogger("vllm.fanin")
 
 
@@ -71,6 +70,7 @@ _START = 'start vLLM with hf_overrides={"quantization_config": %s} and load_form
 _MODES = ("auto", "loader")
 _CONFIGS = ("check", "ignore")
 _EXTERNAL_KV = ("drop", "keep")
+_EITHER = "give true or false"
 
 
 @dataclass
@@ -89,7 +89,11 @@ class InitInfo(WeightTransferInitInfo):
         config: "check" that the trainer's configuration is the engine's, or "ignore".
         external_kv: "drop" what a connector has kept outside of the engine, and refuse a connector
             that cannot; or "keep".
-        verify: compare each step with digests that the ranks make.
+        verify: compare each step with digests that the ranks make. None: if it may be brought by
+            deltas.
+        deltas: read what has changed since the last step, into host memory. "auto": of ranks that
+            keep patches, when a step is read ahead into host memory. True: always; where the
+            model's own memory cannot be patched, each step is read into host memory beside it.
         relay: hand on what is read ahead: True or "host" to engines of this host, "10.0.0.0/8" to
             engines in that network. None: as FANIN_RELAY says.
         ring: layers of skeletons, at least 1.
@@ -105,10 +109,15 @@ class InitInfo(WeightTransferInitInfo):
     keep: Any = ()
     config: Any = "check"
     external_kv: Any = "drop"
-    verify: Any = False
+    verify: Any = None
+    deltas: Any = "auto"
     relay: Any = None
     ring: Any = 2
     save: Any = None
+
+    def asking(self) -> Asking:
+        """For pulls into one memory."""
+        return Asking(self.deltas, self.verify, self.relay)
 
     def checked(self) -> InitInfo:
         """All as it is meant; the trainer is a Source. Raises RequestError, naming the field."""
@@ -117,7 +126,7 @@ class InitInfo(WeightTransferInitInfo):
             ("mode", self.mode in _MODES, f"give one of {_MODES}"),
             ("config", self.config in _CONFIGS, f"give one of {_CONFIGS}"),
             ("external_kv", self.external_kv in _EXTERNAL_KV, f"give one of {_EXTERNAL_KV}"),
-            ("verify", isinstance(self.verify, bool), "give true or false"),
+            ("verify", self.verify is None or isinstance(self.verify, bool), _EITHER),
             ("ring", whole, "give 1 to 64, or leave it out"),
             ("save", self.save is None or isinstance(self.save, str), "give a directory"),
         ):
@@ -126,9 +135,11 @@ class InitInfo(WeightTransferInitInfo):
                 raise RequestError.make(said, remedy, key=name)
         source = Source.of(self.trainer)
         check_by_config(source.text, source.path, source.addresses)
+        handed_on = _relay_of(self.relay)
+        check_deltas(self.deltas, handed_on, self.mode)
         return replace(
             self,
-            relay=_relay_of(self.relay),
+            relay=handed_on,
             trainer=source,
             run=full_run(self.run),
             timeout=check_timeout(self.timeout),
@@ -197,11 +208,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._main = ServedModel(self._worker, model, self.model_config)
         self._draft: ServedModel | None = None
         self._info: InitInfo | None = None
+        #: For steps beside the model, which deltas need.
+        self._no_room = False
         self._anew()
 
     def _anew(self) -> None:
         """What is known of the weights ends here: the next update is proven again."""
         self._basis = secrets.token_hex(8)
+        for target in (self._main, self._draft):
+            if target is not None:
+                target.touched()
 
     def _target(self) -> ServedModel:
         """Of the model that vLLM has chosen for this update."""
@@ -245,6 +261,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def disown(self, why: str) -> None:
         """Somebody has found that the model's weights are not what was trained."""
+        self._main.touched()
+        if self._main.shadow is not None:
+            self._main.shadow.touched()  # where the next step would be made of the same bytes
         self._main.updates.lost(why)
 
     # ------------------------------------------------------------------------------ vLLM's calls
@@ -257,7 +276,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         init = init_info.checked()
         if init.external_kv == "drop":
             refuse_what_stays(self.vllm_config)
-        self._info = None
+        self._info, self._no_room = None, False
         self._main.close()
         if self._draft is not None:
             self._draft.close()
@@ -363,6 +382,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.updates.start()
             with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
                 target.writing(step)
+                target.touched()
                 beside.poison(landing)
                 self._bring(target, step)
             target.updates.finish()
@@ -431,6 +451,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "external_kv": has_some(self.vllm_config),
             "draft_step": None if self._draft is None else self._draft.updates.step,
             "basis": self._basis,
+            "deltas": counts.told(),
         }
 
     def reset_weight_update_target(self) -> None:
@@ -508,7 +529,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._check_loader(target, info, recording)
             _refuse_part(target.kept, {path.rpartition(".")[0] for path in recording.touched})
             model = (target.model, target.model_config, self.device)
-            return LoaderLanding(*model, published, others, verify=info.verify)
+            return LoaderLanding(*model, published, others, verify=bool(info.verify))
         try:
             mapping, computes = recording.mapping(), ""
         except MappingError as error:
@@ -520,11 +541,15 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if info.save is not None:
             self._save(mapping, target, info.save)
         made = (target.model, target.model_config, self.device)
+        verify = bool(info.verify)
         with set_current_vllm_config(self.vllm_config):
             loader = None
             if computes:
-                loader = LoaderLanding(*made, published, fallback=mapping, verify=info.verify)
-            mapped = MappedLanding(*made, mapping, loader, ring=info.ring, verify=info.verify)
+                loader = LoaderLanding(*made, published, fallback=mapping, verify=verify)
+            asking = info.asking() if info.deltas is True else None
+            mapped = MappedLanding(
+                *made, mapping, loader, ring=info.ring, verify=verify, asking=asking
+            )
         _refuse_part(target.kept, {*mapped.whole, *mapped.by_loader})
         if not computes:
             return mapped
@@ -663,27 +688,48 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 key="prefetch",
             )
         target.give_up_prefetch()
+        info, told = self._info, target.published
+        assert info is not None and told is not None
         if target.shadow is None:
-            target.shadow = beside.Shadow(landing, self.parallel_config.world_size)
+            workers, host = self.parallel_config.world_size, info.deltas is True
+            target.shadow = beside.Shadow(landing, workers, info.asking(), host=host)
             _log.info(
                 "fanin: %s: %.1f MB of %s to read ahead into",
                 self._worker,
                 target.shadow.bytes / 1e6,
                 target.shadow.place,
             )
-        assert self._info is not None
-        assert target.published is not None
-        told, timeout = target.published, self._info.timeout
-        target.prefetch = Prefetch(target.shadow, target.trainer, step, told, timeout)
+        target.prefetch = Prefetch(target.shadow, target.trainer, step, told, info.timeout)
+
+    def _by_shadow(self, target: ServedModel) -> bool:
+        """Whether a step that was not read ahead is to be read beside the model all the same: only
+        there it can be made of the last one."""
+        landing = target.landing
+        if self._info is None or self._info.deltas is not True or self._no_room:
+            return False
+        return isinstance(landing, MappedLanding) and not (landing.by_loader or landing.holds_steps)
+
+    def _read_beside(self, target: ServedModel, step: int) -> Prefetch | None:
+        """None: the host has no room for it."""
+        try:
+            self._prefetch(target, step)
+        except HostError as error:
+            self._no_room = True
+            _log.warning("fanin: %s: no deltas, steps are read whole: %s", self._worker, error)
+        ahead, target.prefetch = target.prefetch, None
+        return ahead
 
     def _bring(self, target: ServedModel, step: int) -> None:
         assert target.trainer is not None and self._info is not None
         deadline = time.monotonic() + self._info.timeout
         target.require_kept()
         ahead, target.prefetch = target.prefetch, None
+        if ahead is None and self._by_shadow(target):
+            ahead = self._read_beside(target, step)
         if ahead is not None and ahead.step != step:
             ahead.cancel()
         elif ahead is not None and ahead.wait(deadline):
+            target.touched()
             summary = ahead.install(lambda: target.writing(step))
             self._did(target, step, summary)
             return

@@ -38,6 +38,11 @@ typedef struct fanin_relay_config {
     /** most bytes of what is handed on at a time, alike for all relays; 0 (default): by the size
         of what is pulled, at most 4 MiB. For tests */
     uint64_t unit_bytes;
+    /** where this reader is: "site" or "site/rack", of ASCII letters, digits, '.', '-' and '_', at
+        most 63 in all. Readers of different sites hand nothing on to each other: each site takes a
+        step from the trainer. "": in the site of all readers that say no place. NULL (default):
+        FANIN_PLACE in the environment, if it is set */
+    const char *place;
 } fanin_relay_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_relay_config); never writes past it. */
@@ -48,7 +53,7 @@ FANIN_API void fanin_relay_config_init(fanin_relay_config *config, size_t size);
  * to nobody. The caller ends *@p relay_out with fanin_relay_destroy().
  *
  * Errors: those of fanin_client_create(), and
- * - FANIN_ERR_ARGUMENT: no addresses, or more than 65536.
+ * - FANIN_ERR_ARGUMENT: no addresses, or more than 65536; a place of another form.
  * - FANIN_ERR_LIMIT: no thread or descriptor is left.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
@@ -57,16 +62,20 @@ fanin_relay_create(const fanin_relay_config *config, const char *const *addresse
 
 /**
  * Pulls as fanin_client_pull(), from the trainer and from other relays that want the same: the same
- * tensors, dtypes and boxes of the same publication and step. Afterwards what was pulled is handed
- * on, until the next pull writes the memory, or until fanin_relay_release() or
+ * tensors, dtypes and boxes of the same publication and step. It also takes from relays that pull
+ * all tensors of the publication whole, whatever it wants of them. Afterwards what was pulled is
+ * handed on, until the next pull writes the memory, or until fanin_relay_release() or
  * fanin_relay_destroy(). Until then the memory stays as it is, and the caller only reads it. After
  * an error nothing is handed on.
  *
  * The step is agreed upon with the trainer, as ever. If the trainer updates meanwhile, the pull
  * ends with the step that it began, if others hold what is missing; else it begins again.
+ * FANIN_STEP_EXACT may name a step that the trainer has passed: others that hold all of
+ * it together bring it (`nixl-fetch relay --keep`), unless the trainer has taken it back.
  *
  * Of the options progress tells of all bytes, and rank_progress is not called. With verify the
- * trainer's ranks make the digests, also of what relays brought. The result's path_reason says what
+ * trainer's ranks make the digests, also of what relays brought. They cannot for a step that they
+ * have passed: FANIN_ERR_SUPERSEDED, naming verify. The result's path_reason says what
  * share came from relays.
  *
  * Blocks and fails as fanin_client_pull(), and
@@ -101,6 +110,7 @@ typedef struct fanin_relay_stats {
     uint64_t late; /**< units that were asked of somebody else, as they took too long */
     uint64_t taken_over; /**< units that were another's to read of the trainer */
     uint64_t holders;    /**< relays that want the same, without this one */
+    uint64_t forbidden;  /**< 1: the trainer forbids relays, so nothing is handed on */
 } fanin_relay_stats;
 
 /** Fills @p stats up to its struct_size; of NULL: with zeros. Does not block. Thread: any. */

@@ -87,8 +87,8 @@ typedef struct fanin_server_config {
     uint32_t max_sessions;
     /** bytes for all sessions together, default 256 MiB. One network peer has at most half of
         them. Where the own user has a Unix socket, all network peers have three quarters. These
-        three quarters include memory that the server keeps for all: chunks of pinned memory, and
-        the sources of catalog parts */
+        three quarters include memory that the server keeps for all: chunks of pinned memory, the
+        sources of catalog parts, and 3 MiB of digests */
     uint64_t max_memory;
     uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
     fanin_log_fn log; /**< default none, or what FANIN_LOG says (fanin/log.h) */
@@ -129,6 +129,10 @@ typedef struct fanin_server_config {
     const char *tls_cert;
     const char *tls_key; /**< see tls_cert */
     const char *tls_ca;  /**< see tls_cert */
+    /** bytes of tensors a second that the server streams to all readers together, at least
+        1000000. Servers of one process that have a limit share it. Readers that take memory of
+        this host by cma or cuda_ipc do not count; rdma is not offered. Default 0: no limit */
+    uint64_t max_bytes_per_second;
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */
@@ -303,9 +307,19 @@ typedef struct fanin_commit_options {
         captured into a graph now. None: all writes are done. It stays the caller's, who may
         destroy it when the call has returned */
     fanin_stream stream;
+    /** snapshots: how many patches the server keeps, at most 16; default 0: none. A patch is what
+        has changed since the step before. Readers that hold that step read the patch instead of the
+        whole. The server makes one only while a reader is connected that has asked for them, and
+        only of snapshots in host memory; else the log tells why there is none (event
+        "no-patches"). The commit then takes about twice as long. All patches together take at
+        most an eighth of the copy's bytes. The commit needs twice as much more for a moment. A step
+        that changes more, or finds no memory, has no patch, and its readers read the whole. They
+        also do after new shards were put */
+    uint32_t deltas;
 } fanin_commit_options;
 
-/** Sets by reference, no cast, no stream, no waiting. @p size: as fanin_server_config_init(). */
+/** Sets by reference, no cast, no stream, no waiting, no deltas. @p size: as
+    fanin_server_config_init(). */
 FANIN_API void fanin_commit_options_init(fanin_commit_options *options, size_t size);
 
 /**
@@ -502,6 +516,10 @@ typedef struct fanin_server_stats {
         take from the trainer */
     uint64_t relay_units, relay_bytes_origin, relay_bytes_relays, relay_late,
         relay_taken_over;
+    /** of bytes_streamed, those of patches */
+    uint64_t bytes_patches;
+    /** commits for which a patch was asked: those that have one, and those that have none */
+    uint64_t patches_made, patches_lacking;
 } fanin_server_stats;
 
 /**

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TICKS_A_UNIT 32
 #define RUNS 16
 #define PATIENCE 20
 #define SIZE 1000000 /* of a unit */
@@ -40,10 +39,17 @@ typedef struct host {
     member who;
     ask *asks;
     size_t n_asks;
+    uint32_t *ask_of; /* of each other host, 0: it is not read */
     uint8_t *has;
     bool there;
     double began, ended;
 } host;
+
+/* The links of a rack to the others. */
+typedef struct rack {
+    double up_left, down_left;
+    size_t n_up, n_down;
+} rack;
 
 typedef struct told {
     double at;
@@ -53,6 +59,7 @@ typedef struct told {
 typedef struct fleet {
     fleet_options o;
     host *hosts; /* the last is the trainer */
+    rack *racks; /* of each reader, that of the first in it */
     uint64_t *sizes;
     size_t trainer;
     ask **sending;
@@ -106,54 +113,91 @@ static void serve(fleet *f, host *server)
     }
 }
 
-static double least_share(const fleet *f)
+static size_t rack_of(const fleet *f, size_t reader)
 {
-    double least = 1e300;
-    for (size_t i = 0; i < f->n_sending; i++) {
-        const ask *a = f->sending[i];
-        const host *from = &f->hosts[a->server], *to = &f->hosts[a->reader];
-        double up = from->up_left / (double)from->n_up;
-        double down = to->down_left / (double)to->n_down;
-        if (!a->frozen && up < least)
-            least = up;
-        if (!a->frozen && down < least)
-            least = down;
-    }
-    return least;
+    return f->o.rack > 0 ? reader - reader % f->o.rack : reader;
 }
 
-/* Max-min fair, but that shares within three hundredths of each other are one. */
-static void share_links(fleet *f)
+/* The racks' links that it takes. The trainer lies in none. */
+static bool crosses(const fleet *f, const ask *a, rack **from, rack **to)
 {
+    *from = a->server == f->trainer ? NULL : &f->racks[rack_of(f, a->server)];
+    *to = &f->racks[rack_of(f, a->reader)];
+    return f->o.rack > 0 && *from != *to;
+}
+
+static double smaller(double x, double y)
+{
+    return x < y ? x : y;
+}
+
+static double share_of(const fleet *f, const ask *a)
+{
+    const host *from = &f->hosts[a->server], *to = &f->hosts[a->reader];
+    rack *up, *down;
+    double share =
+        smaller(from->up_left / (double)from->n_up, to->down_left / (double)to->n_down);
+    if (!crosses(f, a, &up, &down))
+        return share;
+    share = smaller(share, down->down_left / (double)down->n_down);
+    return up ? smaller(share, up->up_left / (double)up->n_up) : share;
+}
+
+/* It is one more on its links, or one less, which takes @p rate of them. */
+static void count_flow(fleet *f, const ask *a, int more, double rate)
+{
+    host *from = &f->hosts[a->server], *to = &f->hosts[a->reader];
+    rack *up, *down;
+    from->n_up += (size_t)more;
+    from->up_left -= rate;
+    to->n_down += (size_t)more;
+    to->down_left -= rate;
+    if (!crosses(f, a, &up, &down))
+        return;
+    down->n_down += (size_t)more;
+    down->down_left -= rate;
+    if (up) {
+        up->n_up += (size_t)more;
+        up->up_left -= rate;
+    }
+}
+
+static void clear_links(fleet *f)
+{
+    double link = SIZE / f->o.unit_s * (double)f->o.rack / f->o.spine;
     for (size_t i = 0; i <= f->trainer; i++) {
         host *h = &f->hosts[i];
         h->up_left = h->up;
         h->down_left = h->down;
         h->n_up = h->n_down = 0;
+        f->racks[i] = (rack){.up_left = link, .down_left = link};
     }
     for (size_t i = 0; i < f->n_sending; i++) {
         f->sending[i]->frozen = false;
-        f->hosts[f->sending[i]->server].n_up++;
-        f->hosts[f->sending[i]->reader].n_down++;
+        count_flow(f, f->sending[i], 1, 0);
     }
+}
+
+/* Max-min fair, but that shares within three hundredths of each other are one. */
+static void share_links(fleet *f)
+{
+    clear_links(f);
     for (size_t left = f->n_sending; left > 0;) {
-        double limit = least_share(f) * 1.03;
+        double least = 1e300;
+        for (size_t i = 0; i < f->n_sending; i++) {
+            if (!f->sending[i]->frozen)
+                least = smaller(least, share_of(f, f->sending[i]));
+        }
         for (size_t i = 0; i < f->n_sending; i++) {
             ask *a = f->sending[i];
-            host *from = &f->hosts[a->server], *to = &f->hosts[a->reader];
             if (a->frozen)
                 continue;
-            double up = from->up_left / (double)from->n_up;
-            double down = to->down_left / (double)to->n_down;
-            a->rate = up < down ? up : down;
-            if (a->rate > limit)
+            a->rate = share_of(f, a);
+            if (a->rate > least * 1.03)
                 continue;
             a->frozen = true;
             left--;
-            from->up_left -= a->rate;
-            to->down_left -= a->rate;
-            from->n_up--;
-            to->n_down--;
+            count_flow(f, a, -1, a->rate);
         }
     }
 }
@@ -207,14 +251,12 @@ static void listen(fleet *f)
         told *t = &f->told[f->told_first];
         for (size_t i = 0; i < f->trainer; i++) {
             host *reader = &f->hosts[i];
-            for (size_t k = 1; reader->there && k < reader->n_asks; k++) {
-                ask *a = &reader->asks[k];
-                if (a->server != t->who || a->gone)
-                    continue;
-                schedule_has(reader->schedule, a->source, t->unit, false, ns(f->now));
-                f->n_messages++;
-                a->wake = 0;
-            }
+            ask *a = &reader->asks[reader->ask_of[t->who]];
+            if (!reader->there || a == reader->asks || a->gone)
+                continue;
+            schedule_has(reader->schedule, a->source, t->unit, false, ns(f->now));
+            f->n_messages++;
+            a->wake = 0;
         }
     }
 }
@@ -286,15 +328,21 @@ static void turn(fleet *f, host *reader, ask *a)
     }
 }
 
-/* The holders that it reads from: all, or some at random. */
+static bool is_near(const fleet *f, const host *a, const host *b)
+{
+    return f->o.rack > 0 && !f->o.unsaid &&
+           rack_of(f, (size_t)(a - f->hosts)) == rack_of(f, (size_t)(b - f->hosts));
+}
+
 static void meet(fleet *f, host *reader, host *other)
 {
     ask *a = &reader->asks[reader->n_asks];
-    size_t source = schedule_join(reader->schedule, &other->who);
+    size_t source = schedule_join(reader->schedule, &other->who,
+                                  is_near(f, reader, other) ? NEAR_RACK : NEAR_SITE);
     *a = (ask){.reader = (size_t)(reader - f->hosts),
                .server = (size_t)(other - f->hosts),
                .source = source};
-    reader->n_asks++;
+    reader->ask_of[other - f->hosts] = (uint32_t)reader->n_asks++;
     for (size_t u = 0; u < f->o.units; u++) {
         if (other->has[u])
             schedule_has(reader->schedule, source, u, true, ns(f->now));
@@ -322,18 +370,15 @@ static void come(fleet *f, host *reader)
     free(all);
 }
 
+/* The holders that it reads from: all, or those that follow in a ring. */
 static void befriend(fleet *f, host *reader)
 {
-    size_t self = (size_t)(reader - f->hosts), want = f->o.neighbours;
-    if (want == 0 || want >= f->trainer)
-        want = f->trainer;
-    for (size_t i = 0; i < f->trainer; i++) {
-        size_t k = want == f->trainer ? i : draw(f) % f->trainer;
-        bool known = k == self || !f->hosts[k].there;
-        for (size_t j = 1; !known && j < reader->n_asks; j++)
-            known = reader->asks[j].server == k;
-        if (!known && reader->n_asks <= want)
-            meet(f, reader, &f->hosts[k]);
+    size_t self = (size_t)(reader - f->hosts), n = f->trainer;
+    size_t want = f->o.neighbours > 0 ? f->o.neighbours : n;
+    for (size_t i = 1; i < n && reader->n_asks <= want; i++) {
+        host *other = &f->hosts[(self + i) % n];
+        if (other->there)
+            meet(f, reader, other);
     }
 }
 
@@ -347,7 +392,8 @@ static void set_up(fleet *f)
     f->random = 88172645463325252u;
     f->hosts = calloc(n + 1, sizeof *f->hosts);
     f->sizes = calloc(f->o.units, sizeof *f->sizes);
-    f->sending = calloc(n * f->o.threads + f->o.origin_threads, sizeof *f->sending);
+    f->racks = calloc(n + 1, sizeof *f->racks);
+    f->sending = calloc(n * (n + 1), sizeof *f->sending);
     for (size_t u = 0; u < f->o.units; u++)
         f->sizes[u] = SIZE;
     for (size_t i = 0; i <= n; i++) {
@@ -356,6 +402,7 @@ static void set_up(fleet *f)
         h->down = link;
         h->last = &h->first;
         h->asks = calloc(n + 1, sizeof *h->asks);
+        h->ask_of = calloc(n + 1, sizeof *h->ask_of);
         h->has = calloc(f->o.units, 1);
         for (size_t b = 0; b < sizeof h->who.id; b++)
             h->who.id[b] = (uint8_t)draw(f);
@@ -375,9 +422,11 @@ static void tear_down(fleet *f)
     for (size_t i = 0; i <= f->trainer; i++) {
         schedule_free(f->hosts[i].schedule);
         free(f->hosts[i].asks);
+        free(f->hosts[i].ask_of);
         free(f->hosts[i].has);
     }
     free(f->hosts);
+    free(f->racks);
     free(f->sizes);
     free(f->sending);
     free(f->told);
@@ -427,8 +476,10 @@ fleet_options fleet_defaults(void)
     return (fleet_options){
         .readers = 8,
         .units = 512,
-        .threads = 64,
-        .origin_threads = 64,
+        .ticks = 32,
+        .threads = SIZE_MAX,
+        .origin_threads = SIZE_MAX,
+        .spine = 1,
         .batch = 1,
         .unit_s = 0.01,
         .latency_s = 0.0002,
@@ -445,7 +496,7 @@ bool fleet_run(const fleet_options *options, fleet_result *out)
 {
     fleet f = {.o = *options};
     double one = options->unit_s * (double)options->units;
-    f.tick = options->unit_s / TICKS_A_UNIT;
+    f.tick = options->unit_s / options->ticks;
     set_up(&f);
     while (one_tick(&f) && f.now < PATIENCE * one) {
         f.now += f.tick;

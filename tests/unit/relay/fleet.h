@@ -16,9 +16,13 @@
 
 typedef struct fleet_options {
     size_t readers, units;
+    double ticks;                    /**< of the clock while a link sends a unit */
     size_t neighbours;               /**< holders that a reader reads from; 0: all */
-    size_t threads;                  /**< requests that a relay sends at a time */
+    size_t threads;                  /**< requests that a relay sends at a time; all */
     size_t origin_threads;           /**< and the trainer */
+    size_t rack;                     /**< readers of a rack; 0: there are no racks */
+    double spine;                    /**< a rack's link is that of its readers by it */
+    size_t unsaid;                   /**< 1: readers do not know of racks */
     size_t batch;                    /**< units of a request */
     double unit_s;                   /**< of a link for one unit */
     double latency_s;                /**< of a message one way */

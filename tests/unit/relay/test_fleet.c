@@ -57,3 +57,35 @@ TEST(who_comes_late_has_the_step_in_the_time_of_one_pull)
     assert_true(r.late < 1.1);
     assert_true(r.models < 1.05);
 }
+
+/* Four racks of four, whose links carry half of what their readers can. */
+static fleet_options tight_racks(void)
+{
+    fleet_options o = fleet_defaults();
+    o.rack = 4;
+    o.spine = 2;
+    o.unit_s = 0.05;
+    o.ticks = 8;
+    return o;
+}
+
+TEST(a_unit_comes_to_each_rack_once)
+{
+    fleet_options o = tight_racks();
+    assert_true(run(o).times < 1.15);
+    o.unsaid = 1;
+    assert_true(run(o).times > 1.4);
+}
+
+TEST(a_rack_does_without_one_that_is_slow_or_lost)
+{
+    fleet_options o = tight_racks();
+    o.dead = 3;
+    assert_true(run(o).times < 1.5);
+    o.dead = FLEET_NOBODY;
+    o.silent = 3;
+    assert_true(run(o).times < 1.5);
+    o.silent = FLEET_NOBODY;
+    o.slow = 3;
+    assert_true(run(o).times < 1.5);
+}

@@ -78,7 +78,7 @@ TEST_WITH(the_trainer_is_asked_for_the_own_duty_alone, set_up, tear_down)
     member list[] = {x->other, x->self};
     assert_true(schedule_list(x->schedule, list, 2, x->now));
     assert_int_equal(drain(x, 0, MS), UNITS / 2);
-    size_t other = schedule_join(x->schedule, &x->other);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
     assert_int_not_equal(other, 0);
     assert_int_equal(next_unit(x, other), UNITS);
     for (size_t u = 0; u < UNITS; u++)
@@ -92,7 +92,7 @@ TEST_WITH(the_trainer_is_asked_for_the_own_duty_alone, set_up, tear_down)
 TEST_WITH(what_a_holder_has_is_not_asked_of_the_trainer, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
     for (size_t u = 0; u < UNITS; u += 2)
         schedule_has(x->schedule, other, u, true, x->now);
     assert_int_equal(drain(x, 0, MS), UNITS / 2);
@@ -101,11 +101,38 @@ TEST_WITH(what_a_holder_has_is_not_asked_of_the_trainer, set_up, tear_down)
     assert_int_equal(drain(x, 0, MS), UNITS / 2);
 }
 
+TEST_WITH(what_a_holder_offers_is_neither_here_nor_asked_for, set_up, tear_down)
+{
+    scene *x = *state;
+    unit_run runs[UNITS];
+    uint64_t wake;
+    bool rest;
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    assert_int_equal(schedule_offered(x->schedule, other, &rest), 0);
+    assert_false(rest);
+    for (size_t u = 0; u < UNITS; u += 2)
+        schedule_has(x->schedule, other, u, true, x->now);
+    assert_int_equal(schedule_offered(x->schedule, other, &rest), UNITS / 2 * 1000);
+    assert_false(rest);
+    size_t n = schedule_next(x->schedule, other, 10000, runs, UNITS, x->now, &wake);
+    assert_int_equal(n, 10);
+    for (size_t i = 1; i < n; i++)
+        assert_true(runs[i - 1].first < runs[i].first);
+    assert_int_equal(schedule_offered(x->schedule, other, &rest),
+                     (UNITS / 2 - 10) * 1000);
+    schedule_return(x->schedule, other);
+    assert_int_equal(drain(x, 0, MS), UNITS / 2);
+    assert_int_equal(schedule_offered(x->schedule, other, &rest), UNITS / 2 * 1000);
+    assert_true(rest);
+    assert_int_equal(drain(x, other, MS), UNITS / 2);
+    assert_int_equal(schedule_offered(x->schedule, other, &rest), 0);
+}
+
 TEST_WITH(the_rarest_comes_first, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
-    size_t third = schedule_join(x->schedule, &x->third);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
     for (size_t u = 0; u < UNITS; u++) {
         schedule_has(x->schedule, other, u, true, x->now);
         if (u != 37)
@@ -117,8 +144,8 @@ TEST_WITH(the_rarest_comes_first, set_up, tear_down)
 TEST_WITH(a_unit_is_asked_of_one_source, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
-    size_t third = schedule_join(x->schedule, &x->third);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
     schedule_has(x->schedule, other, 5, true, x->now);
     schedule_has(x->schedule, third, 5, true, x->now);
     assert_int_equal(next_unit(x, other), 5);
@@ -131,8 +158,8 @@ TEST_WITH(a_unit_is_asked_of_one_source, set_up, tear_down)
 TEST_WITH(a_late_holder_is_broken_off_for_another, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
-    size_t third = schedule_join(x->schedule, &x->third);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
     for (size_t u = 0; u < 9; u++)
         schedule_has(x->schedule, other, u, true, x->now);
     for (size_t i = 0; i < 8; i++) {
@@ -155,7 +182,7 @@ TEST_WITH(a_late_holder_is_broken_off_for_another, set_up, tear_down)
 TEST_WITH(who_is_silent_from_the_first_is_late_too, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
     member list[] = {x->other};
     assert_true(schedule_list(x->schedule, list, 1, x->now));
     for (size_t u = 0; u < UNITS; u++)
@@ -169,11 +196,28 @@ TEST_WITH(who_is_silent_from_the_first_is_late_too, set_up, tear_down)
     assert_int_equal(drain(x, 0, MS) > 0, 1);
 }
 
+TEST_WITH(for_a_trainer_that_brings_nothing_nobody_is_broken_off, set_up, tear_down)
+{
+    scene *x = *state;
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
+    member list[] = {x->other, x->third};
+    assert_true(schedule_list(x->schedule, list, 2, x->now));
+    for (size_t u = 0; u < UNITS; u++)
+        schedule_has(x->schedule, other, u, true, x->now);
+    schedule_without_trainer(x->schedule);
+    size_t unit = next_unit(x, other);
+    x->now += 30 * S;
+    assert_false(schedule_break_off(x->schedule, other, x->now));
+    schedule_has(x->schedule, third, unit, true, x->now); /* but for another holder */
+    assert_true(schedule_break_off(x->schedule, other, x->now));
+}
+
 TEST_WITH(nothing_is_late_before_three_times_the_usual, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
-    size_t third = schedule_join(x->schedule, &x->third);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
     for (size_t u = 0; u < 2; u++) {
         schedule_has(x->schedule, other, u, true, x->now);
         schedule_has(x->schedule, third, u, true, x->now);
@@ -186,6 +230,25 @@ TEST_WITH(nothing_is_late_before_three_times_the_usual, set_up, tear_down)
     assert_false(schedule_break_off(x->schedule, other, x->now));
     x->now += S;
     assert_true(schedule_break_off(x->schedule, other, x->now));
+}
+
+/* An owner that reads many units at a time is silent meanwhile. */
+TEST_WITH(a_duty_that_comes_in_batches_is_waited_for, set_up, tear_down)
+{
+    scene *x = *state;
+    member list[] = {x->other};
+    assert_true(schedule_list(x->schedule, list, 1, x->now));
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE), left = 16;
+    assert_int_equal(drain(x, 0, MS), UNITS / 2);
+    x->now += 4 * S;
+    for (size_t u = 0; u < UNITS && left > 0; u++) { /* what is here is not counted */
+        schedule_has(x->schedule, other, u, false, x->now);
+        left -= next_unit(x, other) < UNITS;
+    }
+    x->now += 4 * S;
+    assert_int_equal(next_unit(x, 0), UNITS);
+    x->now += 20 * S;
+    assert_in_range(next_unit(x, 0), 0, UNITS - 1);
 }
 
 enum { READERS = 9 };
@@ -220,7 +283,7 @@ TEST_WITH(a_late_duty_falls_to_the_next_and_is_read_once, set_up, tear_down)
         all[i] = schedule_create(x->sizes, UNITS, &list[i], x->now);
         assert_true(schedule_list(all[i], list, READERS, x->now));
         for (size_t j = 1; j < READERS; j++)
-            assert_true(j == i || schedule_join(all[i], &list[j]) > 0);
+            assert_true(j == i || schedule_join(all[i], &list[j], NEAR_SITE) > 0);
     }
     size_t taken = 0, early = 0, seconds = 0;
     for (; taken < UNITS && seconds < 100; seconds++) {
@@ -246,6 +309,22 @@ static void bring_next(scene *x, size_t source, const uint32_t *owner, size_t wh
 }
 
 /* An owner that goes on, ten times more slowly than the others: they do not wait for its end. */
+/* Else a silent owner would seem to bring what a third one gets otherwise. */
+TEST_WITH(who_is_dealt_nothing_brings_no_duties, set_up, tear_down)
+{
+    scene *x = *state;
+    member list[] = {x->other, x->self};
+    assert_true(schedule_list(x->schedule, list, 2, x->now));
+    assert_int_equal(drain(x, 0, MS), UNITS / 2);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
+    for (size_t u = 0; u < UNITS / 4; u++) {
+        x->now += 200 * MS;
+        schedule_has(x->schedule, third, u, false, x->now);
+    }
+    assert_int_equal(drain(x, third, MS), UNITS / 4);
+    assert_in_range(next_unit(x, 0), 0, UNITS - 1);
+}
+
 TEST_WITH(a_slow_owner_is_helped_out, set_up, tear_down)
 {
     scene *x = *state;
@@ -254,8 +333,8 @@ TEST_WITH(a_slow_owner_is_helped_out, set_up, tear_down)
     size_t at_slow = 0, at_third = 0, seconds = 0;
     duty_deal(list, 3, owner, UNITS, load);
     assert_true(schedule_list(x->schedule, list, 3, x->now));
-    size_t slow = schedule_join(x->schedule, &x->other);
-    size_t third = schedule_join(x->schedule, &x->third);
+    size_t slow = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
     for (; schedule_left(x->schedule) > 0 && seconds < 300; seconds++) {
         x->now += S;
         bring_next(x, third, owner, 2, &at_third);
@@ -271,7 +350,7 @@ TEST_WITH(a_slow_owner_is_helped_out, set_up, tear_down)
 TEST_WITH(a_holder_that_fails_is_left_alone_for_longer_each_time, set_up, tear_down)
 {
     scene *x = *state;
-    size_t other = schedule_join(x->schedule, &x->other);
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
     uint64_t last = 0;
     for (size_t i = 0; i < 4; i++) {
         schedule_has(x->schedule, other, 3, true, x->now);
@@ -286,4 +365,60 @@ TEST_WITH(a_holder_that_fails_is_left_alone_for_longer_each_time, set_up, tear_d
         last = wake - x->now;
         x->now = wake;
     }
+}
+
+static void list_all(scene *x)
+{
+    member list[] = {x->self, x->other, x->third};
+    assert_true(schedule_list(x->schedule, list, 3, x->now));
+}
+
+static void has_all(scene *x, size_t source)
+{
+    for (size_t u = 0; u < UNITS; u++)
+        schedule_has(x->schedule, source, u, true, x->now);
+}
+
+TEST_WITH(of_those_that_are_near_one_brings_a_unit, set_up, tear_down)
+{
+    scene *x = *state;
+    list_all(x);
+    size_t near = schedule_join(x->schedule, &x->other, NEAR_RACK);
+    size_t far = schedule_join(x->schedule, &x->third, NEAR_SITE);
+    has_all(x, far);
+    assert_int_equal(drain(x, far, MS / 100), UNITS / 2);
+    has_all(x, near); /* and what a near one has is asked of it alone */
+    assert_int_equal(next_unit(x, far), UNITS);
+    assert_int_equal(drain(x, near, MS / 100), UNITS / 2);
+    assert_int_equal(schedule_left(x->schedule), 0);
+}
+
+TEST_WITH(a_near_one_that_brings_nothing_is_not_waited_for, set_up, tear_down)
+{
+    scene *x = *state;
+    unit_run run;
+    uint64_t wake;
+    list_all(x);
+    (void)schedule_join(x->schedule, &x->other, NEAR_RACK);
+    size_t far = schedule_join(x->schedule, &x->third, NEAR_SITE);
+    has_all(x, far);
+    assert_int_equal(drain(x, far, MS / 100), UNITS / 2);
+    assert_int_equal(schedule_next(x->schedule, far, 1, &run, 1, x->now, &wake), 0);
+    assert_true(wake <= x->now + 20 * MS);
+    x->now += 2 * S;
+    assert_int_equal(drain(x, far, MS / 100), UNITS / 2);
+}
+
+TEST_WITH(one_that_has_failed_is_near_no_more, set_up, tear_down)
+{
+    scene *x = *state;
+    list_all(x);
+    size_t near = schedule_join(x->schedule, &x->other, NEAR_HOST);
+    size_t far = schedule_join(x->schedule, &x->third, NEAR_SITE);
+    has_all(x, far);
+    has_all(x, near);
+    assert_int_equal(next_unit(x, far), UNITS);
+    schedule_failed(x->schedule, near, x->now);
+    has_all(x, near);
+    assert_int_equal(drain(x, far, MS / 100), UNITS);
 }

@@ -199,6 +199,9 @@ SERVER_TEST(bad_configurations_are_refused)
     c.max_memory = (uint64_t)127 << 20;
     expect_refused(&c, FANIN_ERR_ARGUMENT, "8 MiB for each data thread");
     c.data_threads = 0;
+    c.max_bytes_per_second = 999999;
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "max_bytes_per_second");
+    c.max_bytes_per_second = 1000000;
     c.max_memory = (uint64_t)7 << 20;
     expect_refused(&c, FANIN_ERR_ARGUMENT, "8 MiB for each data thread");
     c = server_config();
@@ -251,7 +254,8 @@ SERVER_TEST(the_config_of_a_caller_may_be_shorter)
 }
 
 /* In a child, since the limits cannot be put back without a privilege. */
-static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int more)
+static int create_as(uint32_t flags, rlim_t soft, rlim_t hard, uint32_t sessions,
+                     int more)
 {
     pid_t child = fork();
     if (child == 0) {
@@ -260,6 +264,7 @@ static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int mo
         fanin_server *s = NULL;
         fanin_server_config c = server_config();
         c.max_sessions = sessions;
+        c.flags |= flags;
         for (int i = 0; i < more; i++)
             if (dup(0) < 0)
                 _exit(1);
@@ -268,13 +273,18 @@ static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int mo
         fanin_status status = fanin_server_create(&c, &s, &error);
         if (status == FANIN_ERR_LIMIT)
             _exit(strstr(error.remedy, "ulimit -n") && strstr(error.message, "files")
-                      ? 10
+                      ? strstr(error.remedy, "max_sessions") ? 10 : 13
                       : 3);
         getrlimit(RLIMIT_NOFILE, &limit);
         fanin_server_destroy(&s, 0);
         _exit(status == FANIN_OK ? limit.rlim_cur > soft ? 12 : 11 : 4);
     }
     return tests_await(child);
+}
+
+static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int more)
+{
+    return create_as(0, soft, hard, sessions, more);
 }
 
 SERVER_TEST(descriptor_limits_are_checked)
@@ -288,6 +298,8 @@ SERVER_TEST(descriptor_limits_are_checked)
     assert_int_equal(create_with_limit(400, 400, 0, 300), 11);
     assert_int_equal(create_with_limit(300, 1000, 0, 0), 12);
     assert_int_equal(create_with_limit(60, 60, 0, 0), 10); /* not even for one client */
+    /* a relay's caller cannot choose its sessions */
+    assert_int_equal(create_as(FANIN_SERVER_RELAY, 60, 60, 0, 0), 13);
 }
 
 SERVER_TEST(a_forked_child_touches_nothing)

@@ -3,8 +3,6 @@
 #include "adapter/adapter.h"
 #include "testing.h"
 
-#include <fcntl.h>
-
 static char root[64];
 static logger nobody;
 

@@ -430,6 +430,7 @@ CASE(differences_are_told)
         assert_int_equal(sync_now(), FANIN_ERR_MISMATCH);
         assert_error(cases[i].words);
         assert_string_equal(s.error.key, cases[i].key);
+        assert_int_equal(s.error.rank, 1);
     }
 }
 

@@ -99,6 +99,36 @@ CASE(larger_lanes_do_not_wait)
     assert_int_equal(counts().bytes - b->before.bytes, GATHER_LANES * LARGEST);
 }
 
+static void assert_live(const void *memory, size_t bytes)
+{
+    assert_non_null(fake_cuda_alias(memory));
+    assert_non_null(fake_cuda_alias((const uint8_t *)memory + bytes - 1));
+}
+
+/* Up to the last byte that a user may write. */
+CASE(memory_is_as_large_as_promised)
+{
+    const bench *b = *state;
+    gather_lane lanes[GATHER_LANES];
+    pool_chunk *chunk;
+    copy_entry *entries;
+    take(b, SMALL, lanes);
+    for (int i = 0; i < GATHER_LANES; i++) {
+        assert_live(lanes[i].device, SMALL);
+        assert_live(lanes[i].host, SMALL);
+        assert_live(lanes[i].digests, GATHER_DIGESTS * sizeof *lanes[i].digests);
+    }
+    assert_works(device_memory_take(b->memory, &chunk, ERROR));
+    assert_live(chunk->bytes, CHUNK_BYTES);
+    assert_live(chunk->entries, CHUNK_ENTRIES * sizeof *entries);
+    for (unsigned i = 0; i < POOL_AREAS; i++) {
+        assert_works(device_memory_area(b->memory, i, &entries, ERROR));
+        assert_live(entries, AREA_ENTRIES * sizeof *entries);
+    }
+    assert_works(device_memory_entries(b->memory, 1, &entries, ERROR));
+    assert_live(entries, AREA_ENTRIES * sizeof *entries);
+}
+
 /* One that has room enough is given out again, however it stands. */
 CASE(lanes_that_wait_are_used_again)
 {

@@ -4,7 +4,6 @@
 #include "net/talk.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include <stdatomic.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 

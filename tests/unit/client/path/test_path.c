@@ -6,7 +6,6 @@
 #include "stub_ranks.h"
 #include "testing.h"
 #include <fcntl.h>
-#include <stdarg.h>
 
 #define RANKS 2
 #define PART 16

@@ -360,17 +360,26 @@ static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
     return status;
 }
 
-static json_t *make(fixture *f)
+static json_t *config; /* the last one */
+
+static void make(fixture *f)
 {
-    json_t *config;
     fanin_error error;
+    json_decref(config);
     if (try_make(f, &config, &error))
         fail_msg("%s (%s)", error.message, error.key);
-    return config;
 }
 
-/* The field of @p config is the JSON @p wanted. */
-static void assert_field(json_t *config, const char *field, const char *wanted)
+static int forget(void **state)
+{
+    json_decref(config);
+    return 0;
+}
+
+TESTS_BETWEEN(NULL, forget)
+
+/* The field of the last configuration is the JSON @p wanted. */
+static void assert_field(const char *field, const char *wanted)
 {
     json_t *value = json_loads(wanted, JSON_DECODE_ANY, NULL);
     assert_non_null(value);
@@ -385,15 +394,15 @@ static void assert_field(json_t *config, const char *field, const char *wanted)
 /* Making it fails with MISMATCH; the message contains @p why, the key @p key. */
 static void assert_refused(fixture *f, const char *why, const char *key)
 {
-    json_t *config;
+    json_t *none;
     fanin_error error;
-    fanin_status status = try_make(f, &config, &error);
+    fanin_status status = try_make(f, &none, &error);
     if (status != FANIN_ERR_MISMATCH || !strstr(error.message, why) ||
         !strstr(error.key, key))
         fail_msg("%d: '%s' (key '%s'), not '%s' (key '%s')", status, error.message,
                  error.key, why, key);
     assert_true(error.remedy[0] != '\0');
-    json_decref(config);
+    json_decref(none);
 }
 
 TEST(a_plain_adapter_is_derived)
@@ -406,25 +415,24 @@ TEST(a_plain_adapter_is_derived)
     add_layer(&f, "model.layers.0.self_attn.k_proj", 8, 64, 32);
     add_layer(&f, "model.layers.1.mlp.0", 8, 64, 32);
     add_layer(&f, "model.layers.1.mlp.experts.3.gate_proj", 8, 64, 32);
-    json_t *config = make(&f);
-    assert_field(config, "peft_type", "\"LORA\"");
-    assert_field(config, "task_type", "\"CAUSAL_LM\"");
-    assert_field(config, "base_model_name_or_path", "\"org/model\"");
-    assert_field(config, "r", "8");
-    assert_field(config, "lora_alpha", "32");
-    assert_field(config, "lora_dropout", "0.05");
-    assert_field(config, "use_rslora", "true");
-    assert_field(config, "use_dora", "false");
-    assert_field(config, "bias", "\"none\"");
-    assert_field(config, "fan_in_fan_out", "false");
-    assert_field(config, "inference_mode", "true");
-    assert_field(config, "modules_to_save", "null");
-    assert_field(config, "rank_pattern", "{}");
-    assert_field(config, "alpha_pattern", "{}");
-    assert_field(config, "target_modules",
+    make(&f);
+    assert_field("peft_type", "\"LORA\"");
+    assert_field("task_type", "\"CAUSAL_LM\"");
+    assert_field("base_model_name_or_path", "\"org/model\"");
+    assert_field("r", "8");
+    assert_field("lora_alpha", "32");
+    assert_field("lora_dropout", "0.05");
+    assert_field("use_rslora", "true");
+    assert_field("use_dora", "false");
+    assert_field("bias", "\"none\"");
+    assert_field("fan_in_fan_out", "false");
+    assert_field("inference_mode", "true");
+    assert_field("modules_to_save", "null");
+    assert_field("rank_pattern", "{}");
+    assert_field("alpha_pattern", "{}");
+    assert_field("target_modules",
                  "[\"gate_proj\", \"k_proj\", \"mlp.0\", \"q_proj\"]");
     assert_null(json_object_get(config, "target_parameters"));
-    json_decref(config);
 }
 
 static bool say_stop(void *asked)
@@ -447,7 +455,7 @@ TEST(long_lists_are_not_looked_through_in_vain)
         fixture f = {0};
         unsigned asked = 0;
         work_stop over = {.fn = say_stop, .cookie = &asked};
-        json_t *config;
+        json_t *none;
         fanin_error error;
         buffer text = {0};
         const char *head = "{\"peft_type\":\"LORA\",\"r\":8,"
@@ -468,7 +476,7 @@ TEST(long_lists_are_not_looked_through_in_vain)
             add_layer(&f, name, 8, 16, 16);
         }
         stop = &over;
-        assert_int_equal(try_make(&f, &config, &error), FANIN_ERR_TIMEOUT);
+        assert_int_equal(try_make(&f, &none, &error), FANIN_ERR_TIMEOUT);
         stop = NULL;
         assert_int_equal(asked, 1);
         assert_non_null(strstr(error.message, "the configuration was looked through"));
@@ -519,29 +527,26 @@ TEST(differing_ranks_become_a_pattern)
         snprintf(module, sizeof module, "model.layers.%d.o_proj", layer);
         add_layer(&f, module, 16, 64, 64);
     }
-    json_t *config = make(&f);
-    assert_field(config, "r", "8");
-    assert_field(config, "rank_pattern",
+    make(&f);
+    assert_field("r", "8");
+    assert_field("rank_pattern",
                  "{\"o_proj\": 16, \"^model\\\\.layers\\\\.1\\\\.q_proj\": 4}");
-    json_decref(config);
     /* A statement that fits the tensors as well is believed. */
     pair(&f, "r", "16");
-    config = make(&f);
-    assert_field(config, "r", "16");
-    assert_field(config, "rank_pattern",
+    make(&f);
+    assert_field("r", "16");
+    assert_field("rank_pattern",
                  "{\"k_proj\": 8, \"^model\\\\.layers\\\\.0\\\\.q_proj\": 8,"
                  "\"^model\\\\.layers\\\\.1\\\\.q_proj\": 4,"
                  "\"^model\\\\.layers\\\\.2\\\\.q_proj\": 8}");
-    json_decref(config);
     f.pairs[2].value = "32";
     assert_refused(&f, "r is 32", "lora_A");
     pair(&f, "rank_pattern", "{\"o_proj\": 16, \"q_proj\": 8}");
     f.pairs[2].value = "8";
     assert_refused(&f, "has 4 rows", "layers.1.q_proj.lora_A");
     f.pairs[3].value = "{\"o_proj\": 16, \"layers.1.q_proj\": 4}";
-    config = make(&f);
-    assert_field(config, "rank_pattern", "{\"o_proj\": 16, \"layers.1.q_proj\": 4}");
-    json_decref(config);
+    make(&f);
+    assert_field("rank_pattern", "{\"o_proj\": 16, \"layers.1.q_proj\": 4}");
 }
 
 TEST(what_nothing_tells_is_refused)
@@ -558,18 +563,16 @@ TEST(what_nothing_tells_is_refused)
     f.pairs[1].value = "-1";
     assert_refused(&f, "lora_alpha is '-1'", "");
     f.pairs[1].value = "16.5";
-    json_t *config = make(&f);
-    assert_field(config, "lora_alpha", "16.5");
-    json_decref(config);
+    make(&f);
+    assert_field("lora_alpha", "16.5");
     fixture empty = {0};
     usual_pairs(&empty);
     add(&empty, "lm_head.weight", 4, 4);
     assert_refused(&empty, "no tensor of lora:7", "");
     pair(&empty, "r", "8");
     pair(&empty, "target_modules", "all-linear");
-    config = make(&empty);
-    assert_field(config, "target_modules", "\"all-linear\"");
-    json_decref(config);
+    make(&empty);
+    assert_field("target_modules", "\"all-linear\"");
 }
 
 TEST(broken_layers_are_refused)
@@ -603,9 +606,9 @@ TEST(one_name_twice_is_refused)
     usual_pairs(&f);
     add_layer(&f, "m.q", 8, 16, 16);
     add(&f, "m.q.lora_A.run2.weight", 8, 16);
-    json_t *config;
+    json_t *none;
     fanin_error error;
-    assert_int_equal(try_make(&f, &config, &error), FANIN_ERR_MISMATCH);
+    assert_int_equal(try_make(&f, &none, &error), FANIN_ERR_MISMATCH);
     assert_non_null(strstr(error.message, "'m.q.lora_A.run2.weight'"));
     assert_non_null(strstr(error.message, "'" PEFT_PREFIX "m.q.lora_A.weight'"));
 }
@@ -618,10 +621,9 @@ TEST(embeddings_dora_and_bias_are_derived)
     add(&f, "m.embed_tokens.lora_embedding_B.default", 16, 8);
     add_layer(&f, "m.q", 8, 16, 16);
     add(&f, "m.q.lora_magnitude_vector.default.weight", 16, 0);
-    json_t *config = make(&f);
-    assert_field(config, "target_modules", "[\"embed_tokens\", \"q\"]");
-    assert_field(config, "use_dora", "true");
-    json_decref(config);
+    make(&f);
+    assert_field("target_modules", "[\"embed_tokens\", \"q\"]");
+    assert_field("use_dora", "true");
     pair(&f, "use_dora", "false");
     assert_refused(&f, "use_dora is not set", "m.q.lora_A");
 
@@ -632,9 +634,8 @@ TEST(embeddings_dora_and_bias_are_derived)
     assert_refused(&g, "use_dora is set", "m.q.lora_A");
     f.table.n_pairs = g.table.n_pairs = 2;
     add(&g, "m.q.lora_B.default.bias", 16, 0);
-    config = make(&g);
-    assert_field(config, "lora_bias", "true");
-    json_decref(config);
+    make(&g);
+    assert_field("lora_bias", "true");
 }
 
 TEST(saved_modules_are_listed)
@@ -646,9 +647,8 @@ TEST(saved_modules_are_listed)
     add(&f, "lm_head.modules_to_save.default.bias", 16, 0);
     add(&f, "m.score.modules_to_save.default.weight", 16, 16);
     add(&f, "m.other.weight", 4, 4);
-    json_t *config = make(&f);
-    assert_field(config, "modules_to_save", "[\"lm_head\", \"score\"]");
-    json_decref(config);
+    make(&f);
+    assert_field("modules_to_save", "[\"lm_head\", \"score\"]");
     pair(&f, "modules_to_save", "[\"score\"]");
     assert_refused(&f, "lm_head is published as a saved module", "lm_head");
 
@@ -658,9 +658,8 @@ TEST(saved_modules_are_listed)
     pair(&g, "modules_to_save", "[\"lm_head\"]");
     assert_refused(&g, "no tensor", "");
     add(&g, "lm_head.weight", 16, 16);
-    config = make(&g);
-    assert_field(config, "modules_to_save", "[\"lm_head\"]");
-    json_decref(config);
+    make(&g);
+    assert_field("modules_to_save", "[\"lm_head\"]");
 }
 
 /* 4 experts, hidden 32, experts' width 16. */
@@ -683,13 +682,12 @@ TEST(fused_experts_are_derived_where_provable)
     assert_refused(&f, "neither r nor num_experts", "mlp.experts.lora_A");
     pair(&f, "r", "4");
     for (int i = 0; i < 2; i++) {
-        json_t *config = make(&f);
-        assert_field(config, "r", "4");
-        assert_field(config, "rank_pattern", "{\"gate_up_proj\": 8}");
-        assert_field(config, "target_modules", "[\"q_proj\"]");
-        assert_field(config, "target_parameters",
+        make(&f);
+        assert_field("r", "4");
+        assert_field("rank_pattern", "{\"gate_up_proj\": 8}");
+        assert_field("target_modules", "[\"q_proj\"]");
+        assert_field("target_parameters",
                      "[\"mlp.experts.down_proj\", \"mlp.experts.gate_up_proj\"]");
-        json_decref(config);
         f.pairs[2] = (fanin_pair){"num_experts", "4"};
     }
     f.pairs[2].value = "3";
@@ -703,9 +701,8 @@ TEST(fused_experts_are_derived_where_provable)
     f.pairs[3].value = "[\"mlp.experts.w13\", \"mlp.experts.w2\"]";
     assert_refused(&f, "names cannot be told", "mlp.experts");
     f.pairs[3].value = "[\"gate_up_proj\", \"down_proj\"]";
-    json_t *config = make(&f);
-    assert_field(config, "target_parameters", "[\"gate_up_proj\", \"down_proj\"]");
-    json_decref(config);
+    make(&f);
+    assert_field("target_parameters", "[\"gate_up_proj\", \"down_proj\"]");
 }
 
 TEST(fused_experts_of_unusual_shape_are_refused)
@@ -716,10 +713,9 @@ TEST(fused_experts_of_unusual_shape_are_refused)
     add_layer(&f, "model.mlp.experts", 16, 16, 32);
     assert_refused(&f, "names cannot be told", "mlp.experts");
     pair(&f, "target_parameters", "[\"mlp.experts.w2\"]");
-    json_t *config = make(&f);
-    assert_field(config, "rank_pattern", "{}");
-    assert_field(config, "target_modules", "[]");
-    json_decref(config);
+    make(&f);
+    assert_field("rank_pattern", "{}");
+    assert_field("target_modules", "[]");
 
     fixture g = {0};
     usual_pairs(&g);
@@ -743,21 +739,19 @@ TEST(a_given_configuration_is_kept_whole)
     pair(&f, "revision", "main");
     add_layer(&f, "m.q", 8, 16, 16);
     trusted = true;
-    json_t *config = make(&f);
+    make(&f);
     trusted = false;
     assert_string_equal(dropped, "");
     json_t *wanted = json_loads(f.pairs[0].value, 0, NULL);
     json_object_set_new(wanted, "revision", json_string("main"));
     assert_true(json_equal(config, wanted));
-    json_decref(config);
     /* Not trusted: the same without what is no field of PEFT's, or names a revision. */
-    config = make(&f);
+    make(&f);
     assert_string_equal(dropped, "zz, revision");
     json_object_del(wanted, "zz");
     json_object_del(wanted, "revision");
     assert_true(json_equal(config, wanted));
     json_decref(wanted);
-    json_decref(config);
     f.pairs[1].value = "32";
     assert_refused(&f, "lora_alpha is '32', which contradicts", "");
 }
@@ -803,16 +797,15 @@ TEST(fields_that_load_code_are_dropped)
                  CONFIG("\"r\": 8, \"target_modules\": [\"q\"], %s"), cases[i].field);
         pair(&f, "peft_config", text);
         add_layer(&f, "m.q", 8, 16, 16);
-        json_t *config = make(&f);
+        make(&f);
         if (strcmp(dropped, cases[i].dropped) != 0)
             fail_msg("%s: dropped '%s'", cases[i].field, dropped);
         snprintf(name, sizeof name, "%.*s", (int)strcspn(cases[i].field + 1, "\""),
                  cases[i].field + 1);
         if (cases[i].kept)
-            assert_field(config, name, cases[i].kept);
+            assert_field(name, cases[i].kept);
         else
             assert_null(json_object_get(config, name));
-        json_decref(config);
     }
     /* Metadata pairs of these names are no other way in. */
     fixture f = {0};
@@ -820,11 +813,10 @@ TEST(fields_that_load_code_are_dropped)
     pair(&f, "auto_mapping", "{\"parent_library\": \"evil\"}");
     pair(&f, "revision", "refs/pr/1");
     add_layer(&f, "m.q", 8, 16, 16);
-    json_t *config = make(&f);
-    assert_field(config, "auto_mapping", "null");
-    assert_field(config, "revision", "null");
+    make(&f);
+    assert_field("auto_mapping", "null");
+    assert_field("revision", "null");
     assert_string_equal(dropped, "auto_mapping, revision");
-    json_decref(config);
 }
 
 TEST(fields_of_another_shape_are_refused)
@@ -867,17 +859,15 @@ TEST(kasa_needs_its_diagonals)
     assert_refused(&f, "kasa_config is set, but no lora_diag is published",
                    "m.q.lora_A");
     add(&f, "m.q.lora_diag.default", 8, 0);
-    json_t *config = make(&f);
-    assert_field(config, "kasa_config", "{\"beta\": 0.5}");
-    json_decref(config);
+    make(&f);
+    assert_field("kasa_config", "{\"beta\": 0.5}");
     f.pairs[0].value = CONFIG("\"r\": 8, \"target_modules\": [\"q\"]");
     assert_refused(&f, "a lora_diag is published, but kasa_config is not set",
                    "m.q.lora_A");
     f.table.n_pairs = 0;
     usual_pairs(&f);
-    config = make(&f);
-    assert_field(config, "kasa_config", "{}");
-    json_decref(config);
+    make(&f);
+    assert_field("kasa_config", "{}");
 
     usual_pairs(&g);
     add_layer(&g, "m.q", 8, 16, 16);
@@ -911,7 +901,7 @@ TEST(embeddings_may_be_tied)
         add(&f, "m.embed_tokens.lora_embedding_B.default", 16, 4);
         add_layer(&f, cases[i].module, cases[i].r, cases[i].in, cases[i].out);
         if (cases[i].good)
-            json_decref(make(&f));
+            make(&f);
         else
             assert_refused(&f, "do not name it", cases[i].module);
     }
@@ -933,12 +923,12 @@ TEST(a_rank_may_be_divided)
                 f.entries[i].shape[d] = 1;
         }
         if (n_dims > 2) { /* a convolution with groups */
-            json_decref(make(&f));
+            make(&f);
             continue;
         }
         assert_refused(&f, "both should be the rank", "m.c.lora_A");
         f.pairs[0].value = blocks;
-        json_decref(make(&f));
+        make(&f);
         f.entries[1].shape[1] = 3;
         assert_refused(&f, "both should be the rank", "m.c.lora_A");
     }
@@ -952,15 +942,14 @@ TEST(attentions_have_a_projection_of_their_own)
                 "\"rank_pattern\": {\"mha\": 4}"));
     add_layer(&f, "m.mha", 4, 16, 48);
     add_layer(&f, "m.mha.base_layer.out_proj", 4, 16, 16);
-    json_decref(make(&f));
+    make(&f);
     f.pairs[0].value = CONFIG("\"r\": 4, \"target_modules\": [\"out_proj\"]");
     assert_refused(&f, "m.mha has a LoRA layer", "m.mha");
     f.table.n_pairs = 0;
     usual_pairs(&f);
-    json_t *config = make(&f);
-    assert_field(config, "target_modules", "[\"mha\"]");
-    assert_field(config, "r", "4");
-    json_decref(config);
+    make(&f);
+    assert_field("target_modules", "[\"mha\"]");
+    assert_field("r", "4");
 }
 
 TEST(other_methods_than_lora_need_trust)
@@ -971,12 +960,12 @@ TEST(other_methods_than_lora_need_trust)
     add_layer(&f, "m.q", 8, 16, 16);
     assert_refused(&f, "peft_type is IA3", "");
     trusted = true;
-    json_decref(make(&f));
+    make(&f);
     /* In memory PEFT names an AdaLoRA's matrices lora_A.<adapter>, in the file lora_A. */
     f.pairs[0].value =
         "{\"peft_type\": \"ADALORA\", \"base_model_name_or_path\": \"m\"}";
     add(&f, "m.k.lora_A", 8, 16);
-    json_decref(make(&f));
+    make(&f);
     add(&f, "m.v.lora_A.default", 8, 16);
     assert_refused(&f, "peft_type is ADALORA, and '" PEFT_PREFIX "m.v.lora_A.default'",
                    "m.v.lora_A.default");
@@ -1002,12 +991,11 @@ TEST(patterns_keep_the_trainers_order)
         }
         add_layer(&f, "m.a.q", 8, 16, 16);
         add_layer(&f, "m.b.q", 8, 16, 16);
-        json_t *config = make(&f);
+        make(&f);
         char *text =
             json_dumps(json_object_get(config, "alpha_pattern"), JSON_PRESERVE_ORDER);
         assert_string_equal(text, alphas);
         free(text);
-        json_decref(config);
     }
     fixture f = {0};
     pair(&f, "peft_config",
@@ -1083,7 +1071,7 @@ TEST(what_cannot_be_proven_is_believed)
         add_layer(&f, "m.q", 8, 16, 16);
         add_layer(&f, "m.k", 8, 16, 16);
         add(&f, "m.k.lora_A.odd.one.weight", 2, 2);
-        json_decref(make(&f));
+        make(&f);
     }
 }
 
@@ -1115,7 +1103,7 @@ TEST(given_fused_experts_are_checked)
         if (cases[i].why)
             assert_refused(&f, cases[i].why, "mlp.experts");
         else
-            json_decref(make(&f));
+            make(&f);
         pair(&f, "num_experts", "5");
         assert_refused(&f, "", "mlp.experts");
     }

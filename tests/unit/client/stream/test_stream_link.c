@@ -5,7 +5,6 @@
 #include "stream/stream_link.h"
 #include "stub_ranks.h"
 #include "testing.h"
-#include "thread.h"
 
 #define MIB ((uint64_t)1 << 20)
 #define SIZE (9 * MIB + 5) /* three requests */
@@ -19,7 +18,6 @@ typedef struct scene {
     read_list list;
     uint8_t *memory;
     stream_link *link;
-    seal_checks *checks; /* NULL: who receives makes them */
     stream_work work;
     stream_share share;
     uint64_t landed, needed;
@@ -188,7 +186,6 @@ static void start_within(uint64_t window)
                            .base = s.memory,
                            .need = on_need,
                            .landed = on_landed,
-                           .checks = s.checks,
                            .error = FANIN_ERROR_INIT};
     s.share = (stream_share){.loop = &s.world.client->loop, .max_inflight = window};
     memset(s.memory, 0xcc, SIZE + 1);
@@ -519,28 +516,6 @@ CASE(sums_must_fit)
     begin(true);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         fail_by(&cases[i]);
-}
-
-CASE(sums_must_fit_that_threads_make)
-{
-    begin(true);
-    if (usable_cpus() < 2)
-        skip();
-    for (int i = 0; i < 2; i++) {
-        odd = i == 0 ? IS_FLIPPED : AS_EVER;
-        s.checks = seal_checks_create(&s.world.client->loop);
-        assert_non_null(s.checks);
-        open_link(1);
-        start();
-        run();
-        seal_checks_destroy(&s.checks);
-        if (i == 0)
-            assert_failed(FANIN_ERR_TRANSPORT, "a checksum does not fit");
-        else
-            assert_whole();
-        stream_link_destroy(&s.link);
-        stub_world_settle(&s.world);
-    }
 }
 
 CASE(who_refuses_data_connections_is_told)

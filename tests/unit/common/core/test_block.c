@@ -4,7 +4,6 @@
 #include "random.h"
 #include "testing.h"
 
-#define CELLS_MAX 512
 #define BLOCKS_MAX 40
 
 static block make(uint32_t n_dims, const uint64_t *offset, const uint64_t *extent)

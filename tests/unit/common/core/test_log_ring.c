@@ -7,7 +7,6 @@
 #include <fanin/log.h>
 
 #include <pthread.h>
-#include <sys/wait.h>
 #include <time.h>
 
 static fanin_log_ring *ring_of(uint32_t lines, fanin_log_level level)

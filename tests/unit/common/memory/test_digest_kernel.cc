@@ -188,7 +188,7 @@ TEST(test_room)
     assert_int_equal(list.most_entries, (512 - 48) / sizeof(copy_entry));
     assert_true(digest_list_add(&list, at, 2 * PIECE, 1, 0, CONVERT_NONE));
     assert_false(digest_list_add(&list, at, 1, 1, 0, CONVERT_NONE));
-    digest_list_clear(&list);
+    list = digest_list_in(memory, 512, 2);
     for (uint32_t i = 0; i < list.most_entries; i++)
         assert_true(digest_list_add(&list, at + 2 * i, 1, 1, 0, CONVERT_NONE));
     assert_false(digest_list_add(&list, at, 1, 1, 0, CONVERT_NONE));

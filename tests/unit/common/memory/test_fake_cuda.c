@@ -6,14 +6,10 @@
 #include "own_process.h"
 #include "testing.h"
 #include <cuda.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #define SIZE 8192
 

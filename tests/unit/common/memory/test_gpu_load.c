@@ -33,54 +33,24 @@ static bool is_refused(const char *word, const char *another)
 
 /* --------------------------------------------------------------------- loading */
 
-OWN_PROCESS(none_wanted, .checked = true)
-{
-    setenv("FANIN_CUDA_LIBRARY", "", 1);
-    CHECK(is_refused("FANIN_CUDA_LIBRARY", "switched off"));
-    return PASSED;
-}
+/* With this in the environment. */
+#define REFUSED(name, variable, value, word, another)                                  \
+    OWN_PROCESS(name, .checked = true)                                                 \
+    {                                                                                  \
+        setenv(variable, value, 1);                                                    \
+        CHECK(is_refused(word, another));                                              \
+        return PASSED;                                                                 \
+    }
 
-OWN_PROCESS(missing_file, .checked = true)
-{
-    setenv("FANIN_CUDA_LIBRARY", "/nonexistent/libcuda.so.1", 1);
-    CHECK(is_refused("no CUDA driver", "/nonexistent/libcuda.so.1"));
-    return PASSED;
-}
-
-OWN_PROCESS(something_else, .checked = true)
-{
-    setenv("FANIN_CUDA_LIBRARY", "libc.so.6", 1);
-    CHECK(is_refused("libc.so.6", "cuInit"));
-    return PASSED;
-}
-
-OWN_PROCESS(no_device, .checked = true)
-{
-    setenv("FAKE_CUDA_DEVICES", "0", 1);
-    CHECK(is_refused("no GPU", "nvidia-smi"));
-    return PASSED;
-}
-
-OWN_PROCESS(nothing_visible, .checked = true)
-{
-    setenv("CUDA_VISIBLE_DEVICES", "", 1);
-    CHECK(is_refused("no GPU", "CUDA_VISIBLE_DEVICES"));
-    return PASSED;
-}
-
-OWN_PROCESS(old_driver, .checked = true)
-{
-    setenv("FAKE_CUDA_VERSION", "10020", 1);
-    CHECK(is_refused("10.2", "too old"));
-    return PASSED;
-}
-
-OWN_PROCESS(start_fails, .checked = true)
-{
-    setenv("FAKE_CUDA_FAIL", "cuInit=802", 1);
-    CHECK(is_refused("CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"));
-    return PASSED;
-}
+REFUSED(none_wanted, "FANIN_CUDA_LIBRARY", "", "FANIN_CUDA_LIBRARY", "switched off")
+REFUSED(missing_file, "FANIN_CUDA_LIBRARY", "/nonexistent/libcuda.so.1",
+        "no CUDA driver", "/nonexistent/libcuda.so.1")
+REFUSED(something_else, "FANIN_CUDA_LIBRARY", "libc.so.6", "libc.so.6", "cuInit")
+REFUSED(no_device, "FAKE_CUDA_DEVICES", "0", "no GPU", "nvidia-smi")
+REFUSED(nothing_visible, "CUDA_VISIBLE_DEVICES", "", "no GPU", "CUDA_VISIBLE_DEVICES")
+REFUSED(old_driver, "FAKE_CUDA_VERSION", "10020", "10.2", "too old")
+REFUSED(start_fails, "FAKE_CUDA_FAIL", "cuInit=802", "CUDA_ERROR_SYSTEM_NOT_READY",
+        "system not yet initialized")
 
 OWN_PROCESS(loads_once, .checked = true)
 {

@@ -3,7 +3,6 @@
 #include "lookup.h"
 #include "testing.h"
 
-#include <arpa/inet.h>
 #include <fanin/client.h>
 #include <netdb.h>
 #include <poll.h>

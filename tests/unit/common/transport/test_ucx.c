@@ -5,7 +5,6 @@
 #include "ucx_child.h"
 #include "ucx_internal.h"
 #include <dirent.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
 #include <signal.h>

@@ -8,7 +8,6 @@
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 
 #define OLD_UCX "/usr/lib/x86_64-linux-gnu/libucp.so.0"

@@ -9,7 +9,6 @@
 #include "server_peer.h"
 #include "testing.h"
 #include "ucx.h"
-
 #include <sched.h>
 
 fanin_status __real_ucx_server_create(ucx *u, ucx_path path, const logger *log,

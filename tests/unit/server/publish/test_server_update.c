@@ -104,6 +104,28 @@ SERVER_TEST(a_withdrawn_step_is_worth_nothing)
     assert_int_equal(server_stats(s).aborts, 0); /* no update was */
 }
 
+/* By what the list says: the state is the same. */
+SERVER_TEST(an_aborted_update_takes_no_step_back)
+{
+    fanin_server *s = server_start_lease(0);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 5);
+    peer p = peer_open(s);
+    for (int i = 0; i < 2; i++) {
+        server_begin(s);
+        assert_works(fanin_server_abort_update(s, RUN, ERROR));
+        msg_list_entry e = peer_entry(&p);
+        assert_int_equal(e.state, WIRE_STATE_UNPUBLISHED);
+        assert_int_equal(e.step, 5 + i);
+        assert_int_equal(e.taken_back, 0);
+        server_commit(s, 6 + (uint64_t)i);
+    }
+    assert_works(fanin_server_withdraw(s, RUN, ERROR));
+    assert_int_equal(peer_entry(&p).taken_back, 1 + 7);
+    server_commit(s, 8);
+    assert_int_equal(peer_entry(&p).taken_back, 1 + 7);
+}
+
 SERVER_TEST(a_snapshot_is_not_withdrawn)
 {
     fanin_server *s = server_start_lease(0);

@@ -354,4 +354,39 @@ DEVICE_TEST(freed_arenas_are_told)
     log_expect(1, "freed");
 }
 
+static void commit_deltas(fanin_server *s, uint64_t step)
+{
+    fanin_commit_options o;
+    fanin_commit_options_init(&o, sizeof o);
+    o.flags = FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT;
+    o.deltas = 1;
+    server_begin(s);
+    assert_works(fanin_server_commit(s, RUN, step, &o, ERROR));
+}
+
+/* Not of the host's part alone either. */
+DEVICE_TEST(device_memory_has_no_patches)
+{
+    static uint8_t memory[1000];
+    fanin_server *s = server_start_lease(0);
+    patch_offers offers;
+    log_listen("no-patches");
+    server_put(s, RUN, "a", device_alloc(0, 1000, FAKE_CUDA_MALLOC), 1000);
+    commit_deltas(s, 1);
+    peer p = peer_open(s);
+    peer_request_patches(&p, WIRE_RULE_NEWEST, 0);
+    assert_false(peer_patches(&p, &offers));
+    log_expect(0, "");
+    commit_deltas(s, 2);
+    log_expect(1, RUN ": readers get whole steps");
+    server_put(s, RUN, "b", memory, sizeof memory);
+    commit_deltas(s, 3);
+    commit_deltas(s, 4);
+    log_expect(1, "host memory");
+    peer_request_patches(&p, WIRE_RULE_NEWEST, 0);
+    assert_false(peer_patches(&p, &offers));
+    assert_int_equal(server_stats(s).patches_lacking, 3);
+    assert_int_equal(server_stats(s).patches_made, 0);
+}
+
 TESTS_BETWEEN(device_set_up, NULL)

@@ -123,6 +123,7 @@ DEVICE_CLEAN_TEST(kernels_digest)
     scene s;
     set_scene(&s, 0, -1);
     check_all(&s, 1);
+    check_all(&s, 0); /* again: they are kept */
 }
 
 /* What lies in two places is digested by the CPU, and the next request is not. */

@@ -39,8 +39,7 @@ static mapping_tensor wide = {.name = "w",
                               .span = 64 + 4 * HIDDEN * INNER,
                               .sources = &source,
                               .n_sources = 1};
-static mapping_module module = {
-    .path = "model.a", .kind = "A", .tensors = &wide, .n_tensors = 1};
+static mapping_module module = {.path = "model.a", .tensors = &wide, .n_tensors = 1};
 static const mapping_file mapping = {.modules = &module, .n_modules = 1};
 
 TEST(a_mapping_says_where)

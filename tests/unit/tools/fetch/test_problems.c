@@ -2,7 +2,6 @@
 /* A rank that still sends when the others have sent all: slow, or the last of a pull that goes
    well. */
 #include "fetch/look.h"
-#include "fetch/look_view.h"
 #include "testing.h"
 
 enum { RANKS = 3, SECOND = 1000000000 };
@@ -113,32 +112,28 @@ TEST(relays_are_told)
 {
     run r;
     start(&r);
-    look_on(&r);
     problems none = {0};
-    look_view v = {.look = &r.look,
-                   .problems = &none,
-                   .rates = &r.rates,
-                   .title = "full:0",
-                   .tail = "",
-                   .columns = 200};
-    char *text = look_view_text(&v);
-    assert_null(strstr(text, "relays"));
+    const session s = {.publication = "full:0"};
+    char *text = look_summary(&s, &r.look, &none);
+    assert_string_equal(text, "full:0: step 1, 3 of 3 ranks answer, nothing is wrong");
     free(text);
     for (int i = 0; i < RANKS; i++) {
         r.ranks[i].is.bytes = 1000;
         r.ranks[i].is.bytes_left = 1020;
     }
     r.ranks[0].stats.relays = 64;
-    look_relay relay = {.address = "10.0.0.7:7000",
-                        .place = "a/r3",
-                        .told = {.step = 7, .units = 512, .landed = 500, .late = 2}};
-    r.ranks[0].relays = &relay;
+    look_relay relays[] = {{.place = "a/r3"}, {.place = "a/r4"}, {.place = "b"}};
+    r.ranks[0].relays = relays;
     r.ranks[0].n_relays = 1;
-    text = look_view_text(&v);
+    text = look_summary(&s, &r.look, &none);
     assert_says(text, "3 of 3 ranks answer, 64 relays, 1.02 models left");
-    assert_says(text, "10.0.0.7:7000");
-    assert_says(text, "500/512");
-    assert_says(text, "a/r3");
     free(text);
-    look_rates_free(&r.rates);
+    r.ranks[0].n_relays = 2; /* another rack of the same site */
+    text = look_summary(&s, &r.look, &none);
+    assert_says(text, "64 relays, 1.02 models left");
+    free(text);
+    r.ranks[0].n_relays = 3;
+    text = look_summary(&s, &r.look, &none);
+    assert_says(text, "64 relays in 2 sites, 1.02 models left");
+    free(text);
 }

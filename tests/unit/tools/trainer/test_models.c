@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Expansion of models to an adapter's tensors, and to a checkpoint's. */
 #include "trainer/models.h"
-#include "trainer/whole_models.h"
 #include "testing.h"
 
 #include <jansson.h>
@@ -145,12 +144,12 @@ TEST(models_have_known_sizes)
         {"deepseek-v3", 45395, UINT64_C(671026419200)},
         {"kimi-k2", 69975, UINT64_C(1026408232448)},
     };
-    assert_int_equal(n_whole_models, sizeof cases / sizeof cases[0]);
-    for (size_t i = 0; i < n_whole_models; i++) {
+    assert_int_equal(n_models, sizeof cases / sizeof cases[0]);
+    for (size_t i = 0; i < n_models; i++) {
         fanin_error error = FANIN_ERROR_INIT;
         tensor_list list;
         uint64_t parameters = 0;
-        const whole_model *m = whole_model_find(cases[i].name);
+        const model *m = model_find(cases[i].name);
         assert_non_null(m);
         assert_ok(whole_model_expand(m, FANIN_DTYPE_BF16, &list, &error), error);
         for (size_t j = 0; j < list.count; j++) {
@@ -163,14 +162,14 @@ TEST(models_have_known_sizes)
         }
         tensor_list_free(&list);
     }
-    assert_null(whole_model_find("qwen"));
+    assert_null(model_find("qwen"));
 }
 
 TEST(names_are_those_of_checkpoints)
 {
     tensor_list list;
-    assert_works(whole_model_expand(whole_model_find("deepseek-v3"), FANIN_DTYPE_BF16,
-                                    &list, ERROR));
+    assert_works(
+        whole_model_expand(model_find("deepseek-v3"), FANIN_DTYPE_BF16, &list, ERROR));
     const tensor_spec *t =
         find(&list, "model.layers.60.mlp.experts.255.down_proj.weight");
     assert_int_equal(t->shape[0], 7168);
@@ -188,21 +187,21 @@ TEST(names_are_those_of_checkpoints)
 TEST(a_model_is_made_small)
 {
     tensor_list list;
-    whole_model m = whole_model_scale(whole_model_find("qwen3-30b-a3b"), 2, 16);
+    model m = model_scale(model_find("qwen3-30b-a3b"), 2, 16);
     assert_works(whole_model_expand(&m, FANIN_DTYPE_BF16, &list, ERROR));
     assert_int_equal(list.count, 2 * 393 + 3);
     assert_int_equal(find(&list, "model.layers.1.mlp.gate.weight")->shape[0], 128);
     assert_int_equal(find(&list, "model.layers.1.mlp.gate.weight")->shape[1], 128);
     assert_int_equal(find(&list, "lm_head.weight")->shape[0], 9496);
     tensor_list_free(&list);
-    m = whole_model_scale(whole_model_find("kimi-k2"), 1, 65536);
+    m = model_scale(model_find("kimi-k2"), 1, 65536);
     assert_int_equal(m.hidden, 1);
     assert_int_equal(m.vocab, 2);
 }
 
 TEST(the_configuration_says_the_shapes)
 {
-    char *text = whole_model_config(whole_model_find("deepseek-v3"), FANIN_DTYPE_BF16);
+    char *text = model_config(model_find("deepseek-v3"), FANIN_DTYPE_BF16);
     json_t *o = json_loads(text, 0, NULL);
     free(text);
     assert_string_equal(json_string_value(json_object_get(o, "model_type")),

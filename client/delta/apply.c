@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Changed words of a rank's copy, and where a plan's pieces have landed them. */
+#include "delta/delta.h"
+
+#include <string.h>
+
+/* A piece: bytes [from, end) of the copy. */
+typedef struct landing {
+    uint64_t from, end;
+    const strided *view; /* NULL: contiguous */
+    uint8_t *to;         /* of its first byte */
+    bool even;           /* no word lies in it with one byte, or in two runs */
+} landing;
+
+static landing landing_of(const plan *plan, const box_table *boxes, const piece *p,
+                          uint8_t *base)
+{
+    landing l = {.from = delta_origin(boxes, p),
+                 .view = p->view ? &plan->views[p->view - 1] : NULL,
+                 .to = base + p->to};
+    l.end = l.from + p->length;
+    uint64_t bits = l.from | l.end;
+    if (l.view) {
+        bits |= l.view->run;
+        for (uint32_t i = 0; i < l.view->n_dims; i++)
+            bits |= (uint64_t)l.view->from[i];
+    }
+    l.even = bits % 2 == 0;
+    return l;
+}
+
+/* Where the piece's byte @p at landed; NULL: it lies between two runs, and nobody wants it. The
+   view's strides in the piece descend, as those of packed rows do. */
+static uint8_t *landed_at(const landing *l, uint64_t at)
+{
+    uint8_t *to = l->to;
+    if (!l->view)
+        return to + at;
+    for (uint32_t i = 0; i < l->view->n_dims; i++) {
+        uint64_t step = (uint64_t)l->view->from[i], index = at / step;
+        if (index >= l->view->extent[i])
+            return NULL;
+        at -= index * step;
+        to += (int64_t)index * l->view->to[i];
+    }
+    return at < l->view->run ? to + at : NULL;
+}
+
+static void land_bytes(const landing *l, uint64_t at, const uint8_t *word)
+{
+    for (unsigned i = 0; i < 2; i++) {
+        uint64_t byte = at + i;
+        uint8_t *to =
+            byte >= l->from && byte < l->end ? landed_at(l, byte - l->from) : NULL;
+        if (to)
+            *to = word[i];
+    }
+}
+
+static void land_word(const landing *l, uint64_t at, const uint8_t *word)
+{
+    uint8_t *to = landed_at(l, at - l->from);
+    if (to)
+        memcpy(to, word, 2);
+}
+
+/* The first change whose word does not end before byte @p at of the segment. */
+static uint64_t first_from(const uint8_t *changes, uint64_t count, uint64_t at)
+{
+    uint64_t low = 0, high = count;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if (patch_place(changes, middle) < at / 2)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* @p changes of the segment that begins at @p start. */
+static void apply_segment(const landing *l, uint64_t start, const uint8_t *changes,
+                          uint64_t count)
+{
+    const uint8_t *words = changes + 2 * count;
+    uint64_t i = first_from(changes, count, l->from > start ? l->from - start : 0);
+    for (; i < count; i++) {
+        uint64_t at = start + UINT64_C(2) * patch_place(changes, i);
+        if (at >= l->end)
+            return;
+        if (l->even)
+            land_word(l, at, words + 2 * i);
+        else
+            land_bytes(l, at, words + 2 * i);
+    }
+}
+
+void delta_apply(const delta *d, size_t source, uint64_t from, uint64_t to,
+                 uint8_t *base)
+{
+    const delta_source *s = &d->sources[source];
+    const plan *plan = d->whole->plan;
+    for (uint64_t i = from; i < to; i++) {
+        landing l = landing_of(plan, d->whole->sources[source].boxes,
+                               &plan->ranks[source].pieces[i], base);
+        for (uint32_t k = s->chain; k-- > 0;) {
+            const uint64_t *first = s->first + k * (s->segments + 1);
+            const uint64_t *at = s->at + k * s->segments;
+            for (uint64_t j = l.from / PATCH_SEGMENT; j * PATCH_SEGMENT < l.end; j++) {
+                if (at[j] != DELTA_NONE)
+                    apply_segment(&l, j * PATCH_SEGMENT, d->staging + at[j],
+                                  first[j + 1] - first[j]);
+            }
+        }
+    }
+}

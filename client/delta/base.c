@@ -1,0 +1,143 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "delta/base.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+delta_base *delta_base_create(void)
+{
+    delta_base *b = calloc(1, sizeof *b);
+    if (!b)
+        return NULL;
+    pthread_mutex_init(&b->lock, NULL);
+    b->users = 1;
+    return b;
+}
+
+delta_base *delta_base_retain(delta_base *b)
+{
+    if (!b)
+        return NULL;
+    pthread_mutex_lock(&b->lock);
+    b->users++;
+    pthread_mutex_unlock(&b->lock);
+    return b;
+}
+
+void delta_base_release(delta_base *b)
+{
+    if (!b)
+        return;
+    pthread_mutex_lock(&b->lock);
+    bool last = --b->users == 0;
+    pthread_mutex_unlock(&b->lock);
+    if (!last)
+        return;
+    pthread_mutex_destroy(&b->lock);
+    free(b->held);
+    free(b);
+}
+
+void delta_base_enter(delta_base *b)
+{
+    pthread_mutex_lock(&b->lock);
+    b->writers++;
+    pthread_mutex_unlock(&b->lock);
+}
+
+void delta_base_leave(delta_base *b)
+{
+    pthread_mutex_lock(&b->lock);
+    b->writers--;
+    /* It may have written later than those that are left. */
+    b->drops += b->writers > 0;
+    pthread_mutex_unlock(&b->lock);
+}
+
+uint64_t delta_base_drop(delta_base *b)
+{
+    pthread_mutex_lock(&b->lock);
+    base_step *held = b->held;
+    b->held = NULL;
+    uint64_t drops = ++b->drops;
+    pthread_mutex_unlock(&b->lock);
+    free(held);
+    return drops;
+}
+
+void delta_base_set(delta_base *b, base_step *step, uint64_t drops)
+{
+    pthread_mutex_lock(&b->lock);
+    if (b->drops == drops && b->writers <= 1) {
+        base_step *before = b->held;
+        b->held = step;
+        step = before;
+    }
+    pthread_mutex_unlock(&b->lock);
+    free(step);
+}
+
+static size_t size_for(size_t n)
+{
+    return sizeof(base_step) + n * sizeof(base_rank);
+}
+
+base_step *delta_base_copy(delta_base *b, uint64_t *drops)
+{
+    base_step *copy = NULL;
+    pthread_mutex_lock(&b->lock);
+    *drops = b->drops;
+    if (b->held && (copy = malloc(size_for(b->held->n))))
+        memcpy(copy, b->held, size_for(b->held->n));
+    pthread_mutex_unlock(&b->lock);
+    return copy;
+}
+
+digest base_name(const publication *p, const plan *plan)
+{
+    char name[sizeof p->name] = {0};
+    buffer b = {0};
+    snprintf(name, sizeof name, "%s", p->name);
+    buffer_append(&b, name, sizeof name);
+    for (size_t i = 0; i < plan->n_ranks; i++) {
+        const plan_rank *r = &plan->ranks[i];
+        digest pieces = digest_of(r->pieces, r->n_pieces * sizeof *r->pieces);
+        buffer_append(&b, &pieces, sizeof pieces);
+    }
+    digest views = digest_of(plan->views, plan->n_views * sizeof *plan->views);
+    buffer_append(&b, &views, sizeof views);
+    digest all = {0};
+    if (!b.failed)
+        all = digest_of(b.data, b.size);
+    buffer_free(&b);
+    return all;
+}
+
+base_step *base_step_of(const fanin_client *client, const publication *p,
+                        const path_plan *plan, const announcement *announced,
+                        const reader_lease *leases)
+{
+    base_step *now = calloc(1, size_for(plan->n_sources));
+    if (!now)
+        return NULL;
+    now->of = base_name(p, plan->plan);
+    now->n = plan->n_sources;
+    for (size_t i = 0; i < plan->n_sources; i++) {
+        size_t peer = plan->peer_of[i];
+        const announcement *a = &announced[peer];
+        if (plan->plan->ranks[i].n_pieces == 0)
+            continue;
+        if (a->patches.generation == 0 || a->patches.generation != leases[peer].epoch) {
+            free(now);
+            return NULL;
+        }
+        now->step = a->step;
+        now->ranks[i].version = a->version;
+        now->ranks[i].generation = a->patches.generation;
+        memcpy(now->ranks[i].incarnation,
+               connection_peer(client->peers[peer].control)->incarnation,
+               sizeof now->ranks[i].incarnation);
+    }
+    return now;
+}

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A pull by patches (patch.h): what changed since the step that the destination holds, read into
+ * memory of its own and applied when all ranks have said that it counts. A patch is two boxes of
+ * its rank, so a reader over data connections reads it as it reads any box: here are the plans for
+ * that, first of all directories, then of the changes in the segments that are needed.
+ */
+#ifndef DELTA_H
+#define DELTA_H
+
+#include "delta/base.h"
+#include "patch.h"
+
+/** The patches of one source that lead from the base to the announced step. */
+typedef struct delta_source {
+    const patch_offers *offers; /**< its rank's */
+    uint32_t chain; /**< patches 0 .. chain - 1, newest first; 0: nothing has changed */
+    uint64_t segments;
+    uint64_t *first; /**< of each patch: segments + 1 numbers, patch_directory_read() */
+    /** of each patch and segment: where its changes are in the staging, DELTA_NONE: they are not
+        needed, or there are none */
+    uint64_t *at;
+    bool *needed; /**< segments that the plan's pieces touch */
+} delta_source;
+
+#define DELTA_NONE UINT64_MAX
+
+typedef struct delta {
+    const fanin_client *client;
+    const path_plan *whole; /**< that the base holds, and whose bytes change */
+    delta_source *sources;  /**< one each of the plan */
+    uint64_t base_step;
+    uint64_t most; /**< bytes that patches may have: half of the whole */
+    /** what is to be read now; of the whole's sources */
+    path_plan read;
+    const path_reader *reader; /**< that reads it */
+    void **details;            /**< what it reads each source by: a read_list */
+    uint8_t *staging; /**< where that lands: `to` of its pieces counts from here */
+    uint64_t bytes;   /**< of all that was to be read up to now */
+} delta;
+
+/** What a pull has agreed upon. */
+typedef struct delta_scene {
+    const fanin_client *client;
+    const publication *publication;
+    const path_plan *plan;         /**< its ranks have their paths */
+    const announcement *announced; /**< one a peer */
+} delta_scene;
+
+/** Whether patches lead from @p base (NULL: none) to what was announced: *@p out, whose first plan
+    is of the directories. Else *@p because says why not, and *@p out is NULL. FANIN_ERR_MEMORY,
+    FANIN_ERR_PROTOCOL (of a rank, which it names). */
+fanin_status delta_choose(const delta_scene *s, const base_step *base, delta **out,
+                          const char **because, fanin_error *error);
+void delta_free(delta **d);
+/** The directories have landed: the next plan is of the changes. *@p because: they are too many,
+    and nothing is to be read. Errors likewise. */
+fanin_status delta_plan_changes(delta *d, const char **because, fanin_error *error);
+/** The changes have landed: whether they can be applied. FANIN_ERR_PROTOCOL likewise. */
+fanin_status delta_check(const delta *d, fanin_error *error);
+
+/** Applies the source's patches, oldest first, to what its pieces [@p from, @p to) have filled;
+    their places are added to @p base. Pieces of others are not touched. */
+void delta_apply(const delta *d, size_t source, uint64_t from, uint64_t to,
+                 uint8_t *base);
+
+/** Where the piece's first byte is in its rank's copy. */
+static inline uint64_t delta_origin(const box_table *boxes, const piece *p)
+{
+    box_place place;
+    box_table_get(boxes, p->box, NULL, NULL, &place);
+    return place.offset + p->offset;
+}
+
+#endif

@@ -1,0 +1,186 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/patches.h"
+
+#include "error_set.h"
+#include "net/client_rules.h"
+#include "pull/read.h"
+#include "pull/verify.h"
+#include <inttypes.h>
+#include <stdlib.h>
+
+/* -------------------------------------------------------------------- choosing */
+
+/* Why there is nothing that patches could be applied to; NULL: there may be. */
+static const char *whole_because(const pull *p)
+{
+    if (p->unequal)
+        return "what patches had led to was not what the ranks held";
+    if (p->identity.dtype != 0)
+        return "tensors arrive as another dtype";
+    for (size_t i = 0; i < p->goal.n_ranges; i++) {
+        if (p->goal.ranges[i].device >= 0)
+            return "some of the destination is memory of a device";
+    }
+    return NULL;
+}
+
+/* Leases that are held stay: the whole is read under them. */
+static void read_whole(pull *p, const char *because)
+{
+    delta_free(&p->delta);
+    p->result->info.base_step = 0;
+    p->result->info.whole_because = because;
+    p->progress = (read_progress){.whole = &p->cache->whole.plan,
+                                  .total = p->cache->whole.plan.plan->bytes};
+    p->state = PULL_ROOM;
+}
+
+fanin_status pull_choose(pull *p, fanin_error *error)
+{
+    const delta_scene scene = {.client = p->client,
+                               .publication = p->publication,
+                               .plan = &p->cache->whole.plan,
+                               .announced = p->announced};
+    const char *because = whole_because(p);
+    base_step *held = because ? NULL : delta_base_copy(p->destination->base, &p->drops);
+    fanin_status status = FANIN_OK;
+    if (!because)
+        status = delta_choose(&scene, held, &p->delta, &because, error);
+    free(held);
+    if (status != FANIN_OK)
+        return status;
+    if (!p->delta) {
+        read_whole(p, because);
+        return FANIN_OK;
+    }
+    p->result->info.base_step = p->delta->base_step;
+    p->result->info.whole_because = NULL;
+    plan_detail_readers(scene.plan, p->publication);
+    p->state = PULL_STREAMS;
+    return FANIN_OK;
+}
+
+void pull_patches_begun(pull *p)
+{
+    const path_plan *plan = &p->cache->whole.plan;
+    p->state = PULL_PATCHES;
+    for (size_t i = 0; i < plan->n_sources; i++) {
+        size_t peer = plan->peer_of[i];
+        if (p->needed[peer] &&
+            p->leases[peer].epoch != p->announced[peer].patches.generation) {
+            read_whole(p, "a rank leased another copy than the one that it announced");
+            return;
+        }
+    }
+}
+
+/* --------------------------------------------------------------------- reading */
+
+static fanin_status read_patches(pull *p, fanin_error *error)
+{
+    delta *d = p->delta;
+    plan_part part = {.plan = d->read};
+    uint64_t bytes = d->read.plan->bytes;
+    for (size_t i = 0; i < PATH_READERS; i++)
+        part.details[i] = path_readers[i] == d->reader ? d->details : NULL;
+    p->progress.whole = &d->read;
+    p->progress.total = p->progress.done + bytes;
+    fanin_status status = pull_read_aside(p, &part, d->staging, error);
+    if (status == FANIN_OK)
+        p->result->info.patch_bytes += bytes;
+    return status;
+}
+
+fanin_status pull_patches(pull *p, fanin_error *error)
+{
+    const char *because = NULL;
+    fanin_status status = read_patches(p, error);
+    if (status == FANIN_OK)
+        status = delta_plan_changes(p->delta, &because, error);
+    if (status == FANIN_OK && because) {
+        read_whole(p, because);
+        return FANIN_OK;
+    }
+    if (status == FANIN_OK)
+        status = read_patches(p, error);
+    if (status == FANIN_OK)
+        status = delta_check(p->delta, error);
+    if (status == FANIN_OK && !CLIENT_RULE(CLIENT_RULE_APPLY))
+        status = pull_apply(p, error);
+    if (status == FANIN_OK)
+        pull_read_follows(p);
+    return status;
+}
+
+/* -------------------------------------------------------------------- applying */
+
+/* Changed bytes from which threads apply them: a word takes some 2 ns. */
+#define THREADS_FROM ((uint64_t)1 << 18)
+/* More than threads: pieces have more changes or fewer. */
+#define PARTS 64
+
+/* So much of each source. It is not stopped: a moment late is better than torn. */
+static fanin_status apply_part(void *cookie, size_t part, work_stop *stop,
+                               fanin_error *error)
+{
+    const pull *p = cookie;
+    const plan *whole = p->delta->whole->plan;
+    (void)stop;
+    (void)error;
+    for (size_t i = 0; i < whole->n_ranks; i++) {
+        uint64_t n = whole->ranks[i].n_pieces;
+        if (p->delta->sources[i].chain > 0)
+            delta_apply(p->delta, i, n * part / PARTS, n * (part + 1) / PARTS, p->base);
+    }
+    return FANIN_OK;
+}
+
+/* False: somebody has said meanwhile that it was written. */
+static bool begin_to_write(pull *p)
+{
+    uint64_t drops = p->drops;
+    pull_writes(p);
+    return p->drops == drops + 1;
+}
+
+fanin_status pull_apply(pull *p, fanin_error *error)
+{
+    bool worth = p->delta->read.plan->bytes >= THREADS_FROM;
+    workers *w = workers_open(p->client, UINT64_MAX, PARTS, worth, apply_part, p);
+    if (!w)
+        return error_set_memory(error);
+    bool holds = begin_to_write(p);
+    for (size_t i = 0; i < PARTS && holds; i++)
+        workers_begin(w, i);
+    fanin_status status = workers_finish(w, NULL, error);
+    workers_close(&w);
+    p->result->info.restarts += !holds;
+    p->state = !holds ? PULL_START : p->kept ? PULL_COMPARE : PULL_PUBLISH;
+    return status;
+}
+
+fanin_status pull_compare(pull *p, fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    bool equal = false;
+    fanin_status status = verify_kept(p->kept, &equal, &why);
+    if (status != FANIN_OK)
+        return error_copy(error, &why);
+    p->result->info.verified = equal;
+    p->state = equal ? PULL_PUBLISH : PULL_START;
+    if (equal)
+        return FANIN_OK;
+    p->unequal = true;
+    p->result->info.restarts++;
+    log_write(&p->client->log, FANIN_LOG_WARNING, "delta-unequal",
+              "%s step %" PRIu64 " by patches since step %" PRIu64
+              ": %s; the whole is read",
+              p->publication->name, p->identity.step, p->delta->base_step, why.message);
+    return FANIN_OK;
+}
+
+void pull_patches_forget(pull *p)
+{
+    delta_free(&p->delta);
+    verify_forget(&p->kept);
+}

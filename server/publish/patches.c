@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "publish/patches.h"
+#include "core/rules.h"
+#include "shards/arena.h"
+
+#include <stdlib.h>
+
+#define SHARE 8 /* of the copy's bytes that all patches may take */
+
+/* ------------------------------------------------------------------ making */
+
+/* The boxes of patches have numbers behind those of the table. */
+static bool may_have_patches(const shard_catalog *c)
+{
+    return c->plan && c->arena_regions == 1 && !c->has_device &&
+           c->n_boxes + PATCH_BOXES * PATCHES_MOST < LIMIT_BOXES;
+}
+
+static uint64_t copy_bytes(const shard_catalog *c)
+{
+    return c->regions.regions[0]->length;
+}
+
+/* With the writer lock. */
+static void tell_why_none(const fanin_server *s, publication *p)
+{
+    if (!p->told_no_patches)
+        log_write(&s->log, FANIN_LOG_INFO, "no-patches",
+                  "%s: readers get whole steps: patches are made of snapshots in host "
+                  "memory alone, of less than %d boxes",
+                  p->name, LIMIT_BOXES - PATCH_BOXES * PATCHES_MOST);
+    p->told_no_patches = true;
+}
+
+patch_maker *patches_begin(fanin_server *s, commit *c)
+{
+    publication *p = c->of;
+    if (c->terms.deltas == 0)
+        return NULL;
+    pthread_mutex_lock(&s->lock);
+    c->wants_patch = s->delta_sessions > 0;
+    /* What a commit that was withdrawn has copied is nothing to begin with. */
+    bool can = c->wants_patch && may_have_patches(c->catalog),
+         has_base = p->state == STATE_STABLE && p->catalog == c->catalog &&
+                    p->arena != c->arena;
+    unsigned base = RULE(RULE_PATCH_BASE) ? p->arena : c->arena;
+    pthread_mutex_unlock(&s->lock);
+    if (c->wants_patch && !can)
+        tell_why_none(s, p);
+    if (!can || !has_base)
+        return NULL;
+    return arena_patch_maker(c->catalog->plan, base, copy_bytes(c->catalog) / SHARE);
+}
+
+/* NULL: too large, or no memory. */
+static patch *build_patch(fanin_server *s, const commit *c, const patch_maker *m)
+{
+    patch *made = malloc(sizeof *made);
+    uint8_t *packed = NULL;
+    if (!made)
+        return NULL;
+    *made = (patch){.from = c->closing, .to = c->generation};
+    packed = patch_maker_pack(m, &made->bytes);
+    if (packed)
+        made->boxes = shard_catalog_of_patch(
+            &s->registrar, packed, patch_directory_bytes(copy_bytes(c->catalog)),
+            made->bytes);
+    if (made->boxes)
+        return made;
+    free(packed);
+    free(made);
+    return NULL;
+}
+
+/* Lock held. */
+static void announce(fanin_server *s, publication *p, patch *newest)
+{
+    if (p->patches && p->patches->to != newest->from)
+        patches_drop(s, p);
+    newest->older = p->patches;
+    p->patches = newest;
+}
+
+void patches_make(fanin_server *s, commit *c, patch_maker *m, bool copied)
+{
+    if (!m)
+        return;
+    patch *made = copied ? build_patch(s, c, m) : NULL;
+    patch_maker_close(m);
+    pthread_mutex_lock(&s->lock);
+    if (RULE(RULE_PATCH_ANNOUNCE))
+        c->patch = made;
+    else if (made)
+        announce(s, c->of, made);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* ------------------------------------------------------------------ keeping */
+
+void patches_discard(fanin_server *s, patch *newest)
+{
+    while (newest) {
+        patch *older = newest->older;
+        catalog_discard(s, newest->boxes);
+        free(newest);
+        newest = older;
+    }
+}
+
+void patches_drop(fanin_server *s, publication *p)
+{
+    patches_discard(s, p->patches);
+    p->patches = NULL;
+    p->deltas = 0;
+}
+
+/* The oldest make room. */
+static void trim(fanin_server *s, patch **link, uint32_t most, uint64_t room)
+{
+    uint32_t n = 0;
+    for (; *link && n < most && (*link)->boxes->bytes <= room; link = &(*link)->older) {
+        room -= (*link)->boxes->bytes;
+        n++;
+    }
+    patches_discard(s, *link);
+    *link = NULL;
+}
+
+void patches_take_effect(fanin_server *s, commit *c)
+{
+    publication *p = c->of;
+    patch *made = c->patch;
+    c->patch = NULL;
+    s->stats.patches_made += made != NULL;
+    s->stats.patches_lacking += c->wants_patch && !made;
+    if (made)
+        announce(s, p, made);
+    else if (RULE(RULE_PATCH_ANNOUNCE))
+        patches_drop(s, p);
+    p->deltas = c->terms.deltas;
+    p->had_deltas = p->had_deltas || p->deltas > 0;
+    if (p->patches)
+        trim(s, &p->patches, p->deltas, copy_bytes(c->catalog) / SHARE);
+}
+
+/* ------------------------------------------------------------------ telling */
+
+void patches_tell(const publication *p, patch_offers *out)
+{
+    const patch *newest = p->patches;
+    *out = (patch_offers){0};
+    if (p->deltas == 0 || !may_have_patches(p->catalog))
+        return;
+    out->generation = p->epoch;
+    if (newest && !RULE(RULE_PATCH_ANNOUNCE))
+        out->generation = newest->to;
+    else if (newest && newest->to != p->epoch)
+        newest = NULL;
+    out->directory_bytes = patch_directory_bytes(copy_bytes(p->catalog));
+    out->first_box = p->catalog->n_boxes;
+    for (; newest && out->count < PATCHES_MOST; newest = newest->older)
+        out->patches[out->count++] = (struct patch_offer){newest->from, newest->bytes};
+}
+
+shard_catalog *patches_find(const publication *p, uint64_t to, uint64_t k)
+{
+    const patch *one = p->patches;
+    while (one && one->to != to)
+        one = one->older;
+    for (; one && k > 0; k--)
+        one = one->older;
+    return one ? one->boxes : NULL;
+}

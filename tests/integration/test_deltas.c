@@ -1,0 +1,439 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulls by patches from real ranks: after each one the destination holds the step, byte for byte,
+   whatever happened before. */
+#include "dtype.h"
+#include "ends.h"
+#include "local_world.h"
+#include "log_catcher.h"
+#include "rank_proxy.h"
+#include "testing.h"
+#include <stdatomic.h>
+
+#define KEPT 4
+
+/* 420 KB of a matrix, so that a rank has several segments; bytes; words of 4; three dimensions. */
+static const world_tensor model[] = {
+    {"a.embed", FANIN_DTYPE_BF16, 2, {700, 300}},
+    {"b.gate", FANIN_DTYPE_U8, 2, {501, 129}},
+    {"c.norm", FANIN_DTYPE_F32, 1, {2057}},
+    {"d.experts", FANIN_DTYPE_BF16, 3, {8, 40, 66}},
+};
+#define TENSORS (sizeof model / sizeof *model)
+/* For threads: of 24 MB. */
+static const world_tensor large[] = {{"large", FANIN_DTYPE_BF16, 2, {6000, 2048}}};
+
+typedef enum share {
+    WHOLE,
+    COLUMNS,  /* of the last dimension, as tensor parallelism cuts it */
+    PERMUTED, /* dimensions in the opposite order, with room between */
+    SHARES
+} share;
+
+/* What a test has, and what was said last. */
+static world w;
+static fanin_client *client;
+static struct {
+    fanin_box boxes[TENSORS];
+    fanin_tensor tensors[TENSORS];
+    uint8_t *memory, *before;
+    size_t size;
+} l;
+static rank_proxy proxy;
+static bool has_proxy;
+static fanin_destination *into;
+static fanin_pull_options options;
+static fanin_result_info info;
+static fanin_error error = FANIN_ERROR_INIT;
+static uint64_t step;
+
+/* ----------------------------------------------------------------- destinations */
+
+static void place_box(size_t i, share of, size_t *used)
+{
+    const world_tensor *t = &w.tensors[i];
+    fanin_box *box = &l.boxes[i];
+    int64_t item = dtype_get_unit(t->dtype).bytes, stride = item;
+    *box = (fanin_box){0};
+    memcpy(box->extent, t->shape, sizeof box->extent);
+    if (of == COLUMNS) {
+        uint32_t last = t->n_dims - 1;
+        box->offset[last] = t->shape[last] / 4 + 1;
+        box->extent[last] = t->shape[last] / 3;
+    }
+    for (uint32_t d = 0; d < t->n_dims; d++) {
+        uint32_t dim = of == PERMUTED ? d : t->n_dims - 1 - d;
+        box->stride[dim] = stride;
+        stride *= (int64_t)box->extent[dim] + (of == PERMUTED);
+    }
+    box->address = (void *)*used; /* added to the memory */
+    *used += (size_t)stride + 3 * (of == PERMUTED);
+    l.tensors[i] = world_boxes(t, box, 1);
+}
+
+static void make_destination(share of)
+{
+    fanin_destination_free(&into);
+    free(l.memory);
+    free(l.before);
+    l.size = 0;
+    for (size_t i = 0; i < w.n_tensors; i++)
+        place_box(i, of, &l.size);
+    l.memory = calloc(1, l.size);
+    l.before = calloc(1, l.size);
+    for (size_t i = 0; i < w.n_tensors; i++)
+        l.boxes[i].address = l.memory + (size_t)l.boxes[i].address;
+    assert_ok(fanin_destination_create(l.tensors, w.n_tensors, &into, &error), error);
+}
+
+/* Every element of every box. */
+static void check_step(void)
+{
+    for (size_t i = 0; i < w.n_tensors; i++) {
+        const world_tensor *t = &w.tensors[i];
+        const fanin_box *box = &l.boxes[i];
+        size_t item = dtype_get_unit(t->dtype).bytes;
+        uint64_t n = 1;
+        for (uint32_t d = 0; d < t->n_dims; d++)
+            n *= box->extent[d];
+        for (uint64_t k = 0; k < n; k++) {
+            uint64_t rest = k, global = 0, scale = 1;
+            const uint8_t *at = box->address;
+            for (uint32_t d = t->n_dims; d-- > 0;) {
+                uint64_t index = rest % box->extent[d];
+                rest /= box->extent[d];
+                at += (int64_t)index * box->stride[d];
+                global += (box->offset[d] + index) * scale;
+                scale *= t->shape[d];
+            }
+            for (size_t b = 0; b < item; b++) {
+                if (at[b] != world_byte(&w, i, step, global * item + b))
+                    fail_msg("%s: element %llu is not of step %llu", t->name,
+                             (unsigned long long)k, (unsigned long long)step);
+            }
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------ worlds */
+
+static int tear_down(void **state)
+{
+    (void)state;
+    fanin_destination_free(&into);
+    fanin_client_destroy(&client);
+    if (has_proxy)
+        rank_proxy_stop(&proxy);
+    has_proxy = false;
+    free(l.memory);
+    free(l.before);
+    memset(&l, 0, sizeof l);
+    world_stop(&w);
+    return 0;
+}
+
+#define CASE(name) TEST_WITH(name, NULL, tear_down)
+
+static fanin_client *new_client(fanin_path path)
+{
+    fanin_client_config config = make_client_config();
+    config.path = path;
+    config.log = log_catch;
+    return world_client_with(&w, &config);
+}
+
+/* Step 1 is committed, without a patch. */
+static void begin_of(const world_tensor *tensors, size_t n, size_t size, world_cut cut,
+                     share of)
+{
+    tear_down(NULL);
+    w = (world){.snapshots = true, .deltas = KEPT, .lease_ms = 100};
+    world_start(&w, size, cut, tensors, n);
+    step = 1;
+    world_commit(&w, step);
+    client = new_client(FANIN_PATH_STREAM);
+    make_destination(of);
+    options = make_options(FANIN_STEP_NEWEST, 0);
+    options.deltas = options.verify = true;
+    error = (fanin_error)FANIN_ERROR_INIT;
+}
+
+static void commit(void)
+{
+    world_commit(&w, ++step);
+}
+
+static fanin_status pull_by(fanin_client *by)
+{
+    fanin_result *result = NULL;
+    memcpy(l.before, l.memory, l.size);
+    fanin_status status = fanin_client_pull_into(by, &options, into, &result, &error);
+    info = (fanin_result_info){.struct_size = sizeof info};
+    if (status == FANIN_OK)
+        fanin_result_get(result, &info);
+    /* The sentence is static; the rest goes. */
+    fanin_result_free(&result);
+    return status;
+}
+
+static void expect(uint64_t base, const char *because)
+{
+    assert_ok(pull_by(client), error);
+    check_step();
+    assert_int_equal(info.step, step);
+    assert_int_equal(info.verified, options.verify);
+    if (because)
+        assert_says(info.whole_because ? info.whole_because : "it was a delta",
+                    because);
+    else if (info.whole_because)
+        fail_msg("step %llu: whole: %s", (unsigned long long)step, info.whole_because);
+    assert_int_equal(info.base_step, base);
+}
+
+static void expect_whole(const char *because)
+{
+    expect(0, because);
+}
+
+static void expect_delta(uint64_t base)
+{
+    expect(base, NULL);
+    assert_in_range(info.patch_bytes, 1, info.bytes / 2);
+}
+
+/* The destination holds the step before, and a patch leads from there. */
+static void begin_deltas(size_t size, world_cut cut, share of)
+{
+    begin_of(model, TENSORS, size, cut, of);
+    expect_whole("not known");
+    commit();
+}
+
+/* -------------------------------------------------------------------- every cut */
+
+CASE(test_every_cut_and_share)
+{
+    static const struct {
+        world_cut cut;
+        size_t size;
+    } cases[] = {{CUT_CHUNK0, 1},  {CUT_CHUNK0, 3},    {CUT_CHUNK1, 4}, {CUT_GRID, 4},
+                 {CUT_STRIDED, 3}, {CUT_REPLICATE, 2}, {CUT_HSDP, 4}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (share of = WHOLE; of < SHARES; of++) {
+            begin_deltas(cases[i].size, cases[i].cut, of);
+            expect_delta(step - 1);
+            options.verify = false;
+            commit();
+            expect_delta(step - 1);
+            commit();
+            commit();
+            commit();
+            options.verify = true;
+            expect_delta(step - 3);
+            for (int k = 0; k <= KEPT; k++)
+                commit();
+            expect_whole("no patches from");
+            commit();
+            expect_delta(step - 1);
+        }
+    }
+}
+
+CASE(test_by_threads)
+{
+    begin_of(large, 1, 1, CUT_CHUNK0, WHOLE);
+    expect_whole("not known");
+    for (int i = 0; i < 3; i++)
+        commit();
+    expect_delta(1);
+    assert_true(info.patch_bytes > 1 << 18);
+}
+
+/* -------------------------------------------------------------- what is a base */
+
+/* A job that was started again has the same steps, with other bytes. */
+CASE(test_another_life_of_the_same_steps)
+{
+    begin_deltas(1, CUT_CHUNK0, WHOLE);
+    expect_delta(1);
+    world_stop_rank(&w, 0);
+    w.salt = 77;
+    world_restart_rank(&w, 0);
+    for (uint64_t i = 1; i <= step; i++)
+        world_commit(&w, i);
+    expect_whole("started again");
+    commit();
+    expect_delta(step - 1);
+}
+
+CASE(test_replicas)
+{
+    begin_deltas(2, CUT_REPLICATE, WHOLE);
+    expect_delta(1);
+    commit();
+    world_stop_rank(&w, 0);
+    expect_whole("another plan");
+    world_restart_rank(&w, 0);
+    commit();
+    expect_whole("");
+    commit();
+    expect_delta(step - 1);
+}
+
+CASE(test_two_clients)
+{
+    begin_deltas(3, CUT_CHUNK0, PERMUTED);
+    fanin_client *mine = client, *other = new_client(FANIN_PATH_STREAM);
+    for (int i = 0; i < 4; i++) {
+        client = i % 2 ? mine : other;
+        expect_delta(step - 1); /* ranks and plan are the same */
+        commit();
+    }
+    client = mine;
+    fanin_client_destroy(&other);
+    expect_delta(step - 1);
+}
+
+/* The copy stays what it is while the trainer's memory is away. */
+CASE(test_pause_and_aborted_updates)
+{
+    begin_deltas(1, CUT_CHUNK0, WHOLE);
+    fanin_server *server = w.ranks[0].server;
+    assert_works(fanin_server_pause(server, "lora:0", NULL, ERROR));
+    assert_works(fanin_server_resume(server, "lora:0", ERROR));
+    assert_works(fanin_server_begin_update(server, "lora:0", ERROR));
+    world_write(&w, 0, step + 9);
+    assert_works(fanin_server_abort_update(server, "lora:0", ERROR));
+    commit();
+    expect_delta(1);
+}
+
+/* ------------------------------------------------------------- what has no patches */
+
+CASE(test_what_is_read_whole)
+{
+    begin_deltas(1, CUT_CHUNK0, WHOLE);
+    options.dtype = FANIN_DTYPE_BF16; /* in memory of F32 it stays F32 */
+    expect_whole("another dtype");
+    options.dtype = 0;
+    commit();
+    expect_delta(2); /* nothing was converted: it held step 2 */
+    tear_down(NULL);
+    world_start(&w, 1, CUT_CHUNK0, model, TENSORS);
+    world_commit(&w, step = 1); /* by reference */
+    client = new_client(FANIN_PATH_STREAM);
+    make_destination(WHOLE);
+    expect_whole("keeps no patches");
+    if (!world_has_cma())
+        return;
+    fanin_client_destroy(&client);
+    client = new_client(FANIN_PATH_CMA);
+    for (int i = 0; i < 2; i++) {
+        expect_whole("a path that reads no patches");
+        commit();
+    }
+    expect_whole("a path that reads no patches");
+}
+
+/* ------------------------------------------------------------------------ unequal */
+
+/* Whoever breaks the promise that nobody else writes there. */
+CASE(test_a_destination_that_was_written)
+{
+    begin_deltas(2, CUT_CHUNK0, COLUMNS);
+    log_listen("delta-unequal");
+    expect_delta(1);
+    log_expect(0, "");
+    commit();
+    memset(l.boxes[2].address, 0x5a, 8);
+    expect_whole("not what the ranks held");
+    log_expect(1, "c.norm");
+    assert_int_equal(info.restarts, 1);
+    commit();
+    expect_delta(step - 1);
+}
+
+/* ---------------------------------------------------------- what a failure leaves */
+
+/* In the proxy's thread, which must not fail the test. */
+static atomic_bool written_early;
+
+static void look(void *cookie)
+{
+    (void)cookie;
+    if (memcmp(l.memory, l.before, l.size) != 0)
+        written_early = true;
+}
+
+/* The client knows rank 0 by a proxy, which strikes before the first such request. */
+static void strike(message_type when, void (*trigger)(void *), size_t size)
+{
+    const char *addresses[WORLD_MAX_RANKS];
+    begin_deltas(size, CUT_CHUNK0, WHOLE);
+    fanin_client_destroy(&client);
+    rank_proxy_start(&proxy, (uint16_t)atoi(strrchr(w.addresses[0], ':') + 1), when,
+                     trigger, NULL);
+    has_proxy = true;
+    proxy.triggered = true; /* not yet */
+    memcpy(addresses, w.address_list, sizeof addresses);
+    addresses[0] = proxy.address;
+    client = connect_client(NULL, addresses, w.size);
+    expect_delta(1);
+    commit();
+    written_early = false;
+    proxy.triggered = false;
+}
+
+/* Twice, so that the copy that is read goes. */
+static void update(void *cookie)
+{
+    look(cookie);
+    commit();
+    commit();
+}
+
+static void stop_rank_0(void *cookie)
+{
+    look(cookie);
+    world_stop_rank(&w, 0);
+}
+
+CASE(test_updates_while_patches_are_read)
+{
+    strike(MSG_READ, update, 2);
+    expect_delta(2);
+    assert_true(info.restarts > 0);
+    assert_false(written_early);
+    strike(MSG_DIGEST, update, 2);
+    expect_delta(2);
+    assert_true(info.restarts > 0);
+    strike(MSG_END, update, 2);
+    expect_delta(2);
+    assert_true(info.restarts > 0);
+    assert_false(written_early);
+}
+
+CASE(test_nothing_is_written_before_the_end)
+{
+    strike(MSG_END, look, 2);
+    expect_delta(2);
+    assert_true(proxy.triggered);
+    assert_false(written_early);
+}
+
+CASE(test_ranks_that_die)
+{
+    static const message_type when[] = {MSG_READ, MSG_DIGEST, MSG_END};
+    for (size_t i = 0; i < sizeof when / sizeof *when; i++) {
+        strike(when[i], stop_rank_0, 2);
+        options.timeout_ms = 1500;
+        assert_int_not_equal(pull_by(client), FANIN_OK);
+        look(NULL);
+        assert_false(written_early);
+        world_restart_rank(&w, 0);
+        options.timeout_ms = 20000;
+        commit();
+        expect_whole("started again");
+        commit();
+        expect_delta(step - 1);
+    }
+}

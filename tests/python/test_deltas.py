@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has changed since the last step, read instead of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fanin
+import local_world
+import numpy as np
+import pytest
+from fanin.config import ConfigError, trainer_config
+from fanin.errors import RequestError
+from local_world import PATIENCE
+
+RUN = "full:0"
+SHAPE = (300, 400)  # of each tensor: two segments of a patch
+NAMES = ("a", "b")
+
+
+class World:
+    """Two ranks that publish snapshots, each half of the rows."""
+
+    def __init__(self, ranks: list[fanin.Server]) -> None:
+        self.ranks = ranks
+        self.random = np.random.default_rng(1)
+        made = self.random.integers(0, 1 << 16, (len(NAMES), *SHAPE), np.uint16)
+        self.now = dict(zip(NAMES, made, strict=True))
+        self.step = 0
+        half = SHAPE[0] // 2
+        for server in ranks:
+            first = server.rank * half
+            shards = (
+                fanin.shard_of(name, one[first : first + half], shape=SHAPE, offset=(first, 0))
+                for name, one in self.now.items()
+            )
+            server.put(RUN, list(shards))
+
+    def commit(self, share: float = 0.01, **options: Any) -> int:
+        """The next step, in which that share of the elements has changed."""
+        for one in self.now.values():
+            one[self.random.random(SHAPE) < share] += 1
+        self.step += 1
+        for server in self.ranks:
+            if self.step > 1:
+                server.begin_update(RUN)
+            server.commit(RUN, self.step, snapshot=True, wait=True, **{"deltas": 4, **options})
+        return self.step
+
+
+class Reader:
+    """Memory that steps are pulled into, and a client."""
+
+    def __init__(self, world: World, **options: Any) -> None:
+        self.world = world
+        self.client = local_world.client_of(world.ranks, **options)
+        self.got = {name: np.zeros(SHAPE, np.uint16) for name in NAMES}
+        self.packed = local_world.packed(self.got)
+
+    def pull(self, **options: Any) -> fanin.PullResult:
+        result = self.client.pull_into(
+            RUN, self.packed, step=self.world.step, timeout=PATIENCE, **{"deltas": True, **options}
+        )
+        for name, one in self.world.now.items():
+            np.testing.assert_array_equal(self.got[name], one, err_msg=name)
+        return result
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with local_world.servers(2) as ranks:
+        yield World(ranks)
+
+
+@pytest.fixture
+def reader(world: World) -> Iterator[Reader]:
+    world.commit()
+    one = Reader(world)
+    yield one
+    one.client.close()
+
+
+def test_a_step_after_the_other(world: World, reader: Reader) -> None:
+    whole = sum(one.nbytes for one in world.now.values())
+    first = reader.pull()
+    assert (first.base_step, first.patch_bytes, first.bytes) == (0, 0, whole)
+    assert "not known" in first.whole_because and first.verified
+    for step in range(2, 8):
+        world.commit()
+        result = reader.pull()
+        assert (result.step, result.base_step, result.whole_because) == (step, step - 1, "")
+        assert 0 < result.patch_bytes < whole / 10 and result.apply > 0 and result.verified
+
+
+def test_steps_that_were_missed(world: World, reader: Reader) -> None:
+    reader.pull()
+    for _ in range(3):
+        world.commit()
+    assert reader.pull().base_step == 1
+    for _ in range(6):  # more than are kept
+        world.commit(share=0.001)
+    assert "no patches from the step" in reader.pull().whole_because
+    world.commit()
+    assert reader.pull().base_step == world.step - 1
+
+
+def test_what_else_writes_the_memory(world: World, reader: Reader) -> None:
+    """What is told is read whole; what is not is found by the ranks' digests."""
+    reader.pull()
+    world.commit()
+    reader.got["a"][0, 0] += 1
+    reader.packed.touched()
+    assert "not known" in reader.pull().whole_because
+    world.commit()
+    assert reader.pull().base_step == world.step - 1
+    world.commit()
+    reader.got["b"][0, 0] += 1  # and nobody says so
+    assert reader.pull().whole_because
+    world.commit()
+    reader.pull(deltas=False)
+    world.commit()
+    assert "not known" in reader.pull().whole_because
+
+
+def test_a_session_that_goes_on_after_a_pull(world: World, reader: Reader) -> None:
+    """Of another client: what it reads later would be taken for the newer step."""
+    reader.pull()
+    with local_world.client_of(world.ranks) as other:
+        session = other.begin(RUN, reader.packed, timeout=PATIENCE)
+        session.read(0, 1)
+        world.commit()
+        reader.pull(verify=False)
+        session.read(1, 1)
+        session.abandon()
+    world.commit()
+    assert "not known" in reader.pull(verify=False).whole_because
+    world.commit()
+    assert reader.pull(verify=False).base_step == world.step - 1
+
+
+def test_a_relay_is_something_else(world: World, reader: Reader) -> None:
+    reader.pull()
+    with fanin.Relay(local_world.addresses(world.ranks), use_ucx=False, path="stream") as relay:
+        relay.pull_into(RUN, reader.packed, timeout=PATIENCE)
+        relay.release()
+        world.commit()
+        assert "not known" in reader.pull().whole_because
+
+
+def test_without_the_proof(world: World, reader: Reader) -> None:
+    reader.pull(verify=False)
+    world.commit()
+    result = reader.pull(verify=False)
+    assert result.patch_bytes > 0 and not result.verified
+
+
+def test_a_step_that_changes_too_much(world: World, reader: Reader) -> None:
+    reader.pull()
+    world.commit(share=0.5)
+    assert "no patches from the step" in reader.pull().whole_because
+    world.commit()
+    assert reader.pull().patch_bytes > 0
+
+
+def test_an_aborted_update(world: World, reader: Reader) -> None:
+    """What it has written comes with the next step."""
+    reader.pull()
+    for server in world.ranks:
+        server.begin_update(RUN)
+    for one in world.now.values():
+        one[::50] += 1
+    for server in world.ranks:
+        server.abort_update(RUN)
+    world.commit()
+    assert reader.pull().base_step == 1
+
+
+def test_a_path_that_carries_no_patches(world: World) -> None:
+    world.commit()
+    reader = Reader(world, path="cma")
+    with reader.client:
+        reader.pull()
+        world.commit()
+        assert "path" in reader.pull().whole_because
+
+
+def test_refusals(world: World, reader: Reader) -> None:
+    with pytest.raises(RequestError, match="fanin.pack"):
+        reader.client.pull_into(RUN, reader.got, deltas=True)
+    server = world.ranks[0]
+    server.begin_update(RUN)
+    with pytest.raises(RequestError, match="deltas"):
+        server.commit(RUN, 9, snapshot=True, deltas=17)
+    with pytest.raises(RequestError, match="by reference has no deltas"):
+        server.commit(RUN, 9, deltas=4)
+    with pytest.raises(ConfigError, match="DELTAS: only snapshots") as caught:
+        trainer_config(None, {"FANIN_DELTAS": "4"})
+    assert "snapshot = true" in caught.value.remedy
+    both = {"FANIN_DELTAS": "4", "FANIN_SNAPSHOT": "1"}
+    assert trainer_config(None, both).server_arguments()["deltas"] == 4

@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "relay_strikes.h"
+
+#include "ends.h"
+#include "pull/pull_session.h"
+#include "testing.h"
+#include <signal.h>
+#include <stdatomic.h>
+
+static void (*strike_now)(void);
+static atomic_int left;
+static pid_t holder_process;
+
+fanin_status __real_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
+                                               void *cookie, fanin_error *error);
+fanin_status __wrap_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
+                                               void *cookie, fanin_error *error);
+
+fanin_status __wrap_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
+                                               void *cookie, fanin_error *error)
+{
+    if (atomic_fetch_sub(&left, 1) == 1)
+        strike_now();
+    return __real_pull_session_confirm_later(s, fn, cookie, error);
+}
+
+void strike_after(int batches, void (*strike)(void))
+{
+    strike_now = strike;
+    atomic_store(&left, batches);
+}
+
+int strike_left(void)
+{
+    return atomic_load(&left);
+}
+
+void commit_2(void)
+{
+    world_commit(ways.world, 2);
+}
+
+void stop_ranks(void)
+{
+    for (size_t i = 0; i < ways.world->size; i++)
+        world_stop_rank(ways.world, i);
+}
+
+void start_holder(void)
+{
+    holder_process = fork_holder();
+}
+
+void stop_holder(void)
+{
+    kill(holder_process, SIGSTOP);
+}
+
+static void *go_on(void *cookie)
+{
+    (void)cookie;
+    sleep(1);
+    kill(holder_process, SIGCONT);
+    return NULL;
+}
+
+void stop_holder_for_a_second(void)
+{
+    pthread_t thread;
+    stop_holder();
+    assert_int_equal(pthread_create(&thread, NULL, go_on, NULL), 0);
+    pthread_detach(thread);
+}
+
+void kill_holder(void)
+{
+    kill(holder_process, SIGKILL);
+    tests_await(holder_process);
+}

@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What happens in the midst of a reader's pull of relay_readers.h. */
+#ifndef RELAY_STRIKES_H
+#define RELAY_STRIKES_H
+
+#include "relay_readers.h"
+
+/** In the pull that is to follow, when so many batches have been read. 0: they are only counted. */
+void strike_after(int batches, void (*strike)(void));
+/** Batches until then; below 0: so many came since. */
+int strike_left(void);
+
+void commit_2(void);
+void stop_ranks(void);
+
+/** A reader in a process of its own, which has the step and hands it on. */
+void start_holder(void);
+void stop_holder(void);
+void stop_holder_for_a_second(void);
+void kill_holder(void);
+
+#endif

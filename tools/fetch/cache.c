@@ -1,0 +1,353 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/cache.h"
+#include "fetch/failure.h"
+#include "fetch/interrupt.h"
+#include "fetch/output.h"
+#include "fetch/route.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    ALIGNMENT = 64, /* of tensors */
+    ASK_MS = 5000,  /* for what ranks know */
+    PULL_MS =
+        3600000, /* a model takes its time; ranks that are lost are found out before */
+};
+
+/* ------------------------------------------------------------------------- launches */
+
+static void forget_copies(cache *c)
+{
+    for (size_t i = 0; i < c->n; i++) {
+        fanin_relay_destroy(&c->copies[i].relay);
+        c->copies[i].held = false;
+    }
+}
+
+/* How others reach the copies. */
+static fanin_status describe_server(const cache *c, char bind[ROUTE_ADDRESS],
+                                    fanin_server_config *out, fanin_error *error)
+{
+    const fanin_client_config *client = &c->session->config;
+    fanin_server_config_init(out, sizeof *out);
+    fanin_status status = route_within(&c->session->target, c->networks, bind, error);
+    out->bind = bind;
+    out->allow = c->networks;
+    out->max_bytes_per_second = c->rate;
+    out->flags = FANIN_SERVER_OPEN | (client->no_ucx ? FANIN_SERVER_NO_UCX : 0) |
+                 (c->trust_containers ? FANIN_SERVER_TRUST_CONTAINERS : 0);
+    out->log = client->log;
+    out->log_cookie = client->log_cookie;
+    CREDENTIALS_GIVE(out, client);
+    return status;
+}
+
+static fanin_status make_relays(cache *c, fanin_error *error)
+{
+    const target *t = &c->session->target;
+    char bind[ROUTE_ADDRESS];
+    fanin_server_config server;
+    fanin_relay_config config;
+    fanin_status status = FANIN_OK;
+    fanin_relay_config_init(&config, sizeof config);
+    config.client = &c->session->config;
+    config.place = c->place;
+    if (c->networks != NULL) {
+        status = describe_server(c, bind, &server, error);
+        config.server = &server;
+    }
+    for (size_t i = 0; i < c->n && status == FANIN_OK; i++) {
+        status = fanin_relay_create(&config, (const char *const *)t->addresses,
+                                    t->count, &c->copies[i].relay, error);
+    }
+    if (status != FANIN_OK) {
+        forget_copies(c); /* the next look begins anew */
+    }
+    return status;
+}
+
+typedef struct launch {
+    const cache *cache;
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    uint8_t (*incarnations)[16];
+    bool same;
+} launch;
+
+static bool compare_launch(void *cookie, const fanin_rank_info *info)
+{
+    static const uint8_t unknown[16];
+    launch *l = cookie;
+    const cache *c = l->cache;
+    size_t rank = (size_t)info->rank;
+    if (info->status != FANIN_OK || rank >= c->session->target.count) {
+        return true;
+    }
+    const uint8_t *before = rank < c->n_ranks ? c->incarnations[rank] : unknown;
+    l->same = l->same && memcmp(info->world_id, c->world_id, sizeof c->world_id) == 0 &&
+              (memcmp(before, unknown, sizeof unknown) == 0 ||
+               memcmp(before, info->incarnation, sizeof unknown) == 0);
+    memcpy(l->world_id, info->world_id, sizeof l->world_id);
+    memcpy(l->incarnations[rank], info->incarnation, sizeof unknown);
+    return true;
+}
+
+fanin_status cache_follow_launch(cache *c, size_t *dropped_out, fanin_error *error)
+{
+    size_t n = c->session->target.count;
+    launch l = {.cache = c, .same = c->copies[0].relay != NULL && n == c->n_ranks};
+    l.incarnations = output_require(calloc(n, sizeof *l.incarnations));
+    *dropped_out = 0;
+    fanin_status status =
+        fanin_client_ranks(c->session->client, compare_launch, &l, error);
+    if (status == FANIN_OK && l.same) {
+        free(l.incarnations);
+        return FANIN_OK;
+    }
+    for (size_t i = 0; i < c->n; i++) {
+        *dropped_out += c->copies[i].held;
+    }
+    forget_copies(c);
+    free(c->incarnations);
+    c->incarnations = l.incarnations;
+    c->n_ranks = n;
+    memcpy(c->world_id, l.world_id, sizeof c->world_id);
+    c->any = false;
+    return status == FANIN_OK ? make_relays(c, error) : status;
+}
+
+bool cache_is_forbidden(const cache *c, fanin_error *error)
+{
+    for (size_t i = 0; i < c->n; i++) {
+        fanin_relay_stats now = {.struct_size = sizeof now};
+        fanin_relay_get_stats(c->copies[i].relay, &now);
+        if (now.forbidden != 0) {
+            failure_set(error, FANIN_ERR_UNSUPPORTED,
+                        "let the trainer allow it (leave out relays=False)",
+                        "the trainer forbids readers to hand on its weights");
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---------------------------------------------------------------------------- steps */
+
+static fanin_pull_options rule_of(const cache *c, uint64_t step, uint32_t timeout_ms)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = c->session->publication;
+    options.rule = c->any || step > 0 ? FANIN_STEP_AT_LEAST : FANIN_STEP_NEWEST;
+    options.step = step;
+    options.timeout_ms = timeout_ms;
+    return options;
+}
+
+fanin_status cache_await(cache *c, uint32_t timeout_ms, uint64_t *step_out,
+                         fanin_error *error)
+{
+    fanin_pull_options options = rule_of(c, c->any ? c->last + 1 : 0, timeout_ms);
+    return fanin_client_wait(c->session->client, &options, step_out, error);
+}
+
+static bool look_at_publication(void *cookie, const fanin_publication_info *info)
+{
+    cache *c = cookie;
+    for (size_t i = 0; i < c->n; i++) {
+        cache_copy *copy = &c->copies[i];
+        if (copy->held && info->taken_back == copy->step + 1 &&
+            strcmp(info->name, c->session->publication) == 0) {
+            fanin_relay_release(copy->relay);
+            copy->held = false;
+            c->next = i;
+            c->any = copy->step > 0;
+            c->last = c->any ? copy->step - 1 : 0; /* it may be committed again */
+            return false;
+        }
+    }
+    return true;
+}
+
+bool cache_drop_withdrawn(cache *c, uint64_t *step_out)
+{
+    size_t held = 0, left = 0;
+    for (size_t i = 0; i < c->n; i++) {
+        held += c->copies[i].held;
+    }
+    (void)!fanin_client_list(c->session->client, ASK_MS, look_at_publication, c, NULL);
+    for (size_t i = 0; i < c->n; i++) {
+        left += c->copies[i].held;
+    }
+    *step_out = c->copies[c->next].step;
+    return left < held;
+}
+
+/* -------------------------------------------------------------------------- tensors */
+
+static bool cache_add_tensor(void *cookie, const fanin_entry *e)
+{
+    cache *c = cookie;
+    c->tensors = output_room(c->tensors, c->n_tensors, &c->room, sizeof c->tensors[0]);
+    whole_tensor *t = &c->tensors[c->n_tensors++];
+    *t = (whole_tensor){.name = output_require(strdup(e->name)),
+                        .dtype = e->dtype,
+                        .n_dims = e->n_dims,
+                        .descriptor = -1,
+                        .bytes = e->bytes,
+                        .offset = c->bytes};
+    memcpy(t->shape, e->shape, sizeof t->shape);
+    c->bytes += (e->bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return true;
+}
+
+/* Names and shapes may change from step to step. */
+static fanin_status take_catalog(cache *c, fanin_error *error)
+{
+    whole_tensors_free(c->tensors, c->n_tensors);
+    c->tensors = NULL;
+    c->n_tensors = c->room = 0;
+    c->bytes = 0;
+    return fanin_client_catalog(c->session->client, c->session->publication, NULL,
+                                ASK_MS, cache_add_tensor, c, error);
+}
+
+static bool same_tensors(const whole_tensor *a, size_t n, const cache *c)
+{
+    bool same = n == c->n_tensors;
+    for (size_t i = 0; same && i < n; i++) {
+        const whole_tensor *b = &c->tensors[i];
+        same = strcmp(a[i].name, b->name) == 0 && a[i].dtype == b->dtype &&
+               a[i].n_dims == b->n_dims &&
+               memcmp(a[i].shape, b->shape, sizeof b->shape) == 0;
+    }
+    return same;
+}
+
+/* Whether a pull of other tensors than the trainer has may fail so. */
+static bool is_of_tensors(fanin_status why)
+{
+    return why == FANIN_ERR_ARGUMENT || why == FANIN_ERR_NOT_FOUND ||
+           why == FANIN_ERR_INCOMPLETE || why == FANIN_ERR_MISMATCH;
+}
+
+/* What was wrong with tensors that the trainer has changed since is over. */
+static fanin_status blame_changed_tensors(cache *c, fanin_status why,
+                                          fanin_error *error)
+{
+    whole_tensor *before = c->tensors;
+    size_t n = c->n_tensors;
+    if (!is_of_tensors(why)) {
+        return why;
+    }
+    c->tensors = NULL;
+    c->n_tensors = 0;
+    if (take_catalog(c, NULL) == FANIN_OK && !same_tensors(before, n, c)) {
+        why = failure_set(error, FANIN_ERR_STALE, "pull again",
+                          "the trainer changed its tensors before they were pulled");
+    }
+    whole_tensors_free(before, n);
+    return why;
+}
+
+/* Of the copies that hold nothing, so that a first step finds out whether there is room for all of
+   them, and of the one that is next. */
+static fanin_status take_memory(cache *c, fanin_error *error)
+{
+    cache_memory **list = output_require(calloc(c->n, sizeof list[0]));
+    size_t count = 0;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < c->n; i++) {
+        cache_copy *copy = &c->copies[i];
+        if (copy->memory.size < c->bytes && (i == c->next || !copy->held)) {
+            fanin_relay_release(copy->relay);
+            copy->held = false;
+            list[count++] = &copy->memory;
+        }
+    }
+    if (count > 0) {
+        status = cache_memory_take(c->directory, list, count, c->bytes, error);
+    }
+    free(list);
+    return status;
+}
+
+/* ----------------------------------------------------------------------------- pull */
+
+static fanin_status pull_into_copy(cache *c, cache_copy *copy, uint64_t step,
+                                   fanin_result **result, fanin_error *error)
+{
+    fanin_pull_options options = rule_of(c, step, PULL_MS);
+    options.verify = c->verify;
+    fanin_tensor *tensors = output_require(calloc(c->n_tensors + 1, sizeof tensors[0]));
+    fanin_box *boxes = output_require(calloc(c->n_tensors + 1, sizeof boxes[0]));
+    for (size_t i = 0; i < c->n_tensors; i++) {
+        whole_tensor_describe(&c->tensors[i], copy->memory.bytes + c->tensors[i].offset,
+                              &boxes[i], &tensors[i]);
+    }
+    interrupt_relay(copy->relay);
+    fanin_status status = interrupt_requested()
+                              ? FANIN_ERR_CANCELLED
+                              : fanin_relay_pull_into(copy->relay, &options, tensors,
+                                                      c->n_tensors, result, error);
+    interrupt_relay(NULL);
+    free(tensors);
+    free(boxes);
+    return status;
+}
+
+static cache_step describe_step(const cache_copy *copy, const fanin_result *result,
+                                const fanin_relay_stats *before)
+{
+    cache_step s = {.step = copy->step};
+    fanin_result_info info = {.struct_size = sizeof info};
+    fanin_relay_stats now = {.struct_size = sizeof now};
+    fanin_result_get(result, &info);
+    fanin_relay_get_stats(copy->relay, &now);
+    s.step = info.step;
+    s.bytes = info.bytes;
+    s.total_ns = info.total_ns;
+    s.from_origin = now.bytes_from_origin - before->bytes_from_origin;
+    s.from_relays = now.bytes_from_relays - before->bytes_from_relays;
+    memcpy(s.world_id, info.world_id, sizeof s.world_id);
+    snprintf(s.how, sizeof s.how, "%s", info.path_reason);
+    return s;
+}
+
+fanin_status cache_pull(cache *c, uint64_t step, cache_step *out, fanin_error *error)
+{
+    cache_copy *copy = &c->copies[c->next];
+    fanin_result *result = NULL;
+    fanin_relay_stats before = {.struct_size = sizeof before};
+    fanin_status status = take_catalog(c, error);
+    status = status != FANIN_OK ? status : take_memory(c, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    copy->held = false;
+    fanin_relay_get_stats(copy->relay, &before);
+    status = pull_into_copy(c, copy, step, &result, error);
+    if (status == FANIN_OK) {
+        *out = describe_step(copy, result, &before);
+        copy->held = c->any = true;
+        copy->step = c->last = out->step;
+        c->next = (c->next + 1) % c->n;
+    } else {
+        status = blame_changed_tensors(c, status, error);
+    }
+    fanin_result_free(&result);
+    return status;
+}
+
+void cache_free(cache *c)
+{
+    forget_copies(c);
+    for (size_t i = 0; i < c->n; i++) {
+        cache_memory_free(&c->copies[i].memory);
+    }
+    whole_tensors_free(c->tensors, c->n_tensors);
+    free(c->copies);
+    free(c->incarnations);
+    *c = (cache){.session = NULL};
+}

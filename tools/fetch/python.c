@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/python.h"
+#include "fetch/failure.h"
+#include "fetch/output.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+void python_start(python *p, const command *self, const common_options *common)
+{
+    *p = (python){.command = self};
+    python_add(p, "python3");
+    python_add(p, "-c");
+    python_add(p, python_program);
+    python_add(p, self->name);
+    python_add(p, common->json ? "json" : "");
+}
+
+void python_add(python *p, const char *word)
+{
+    p->words = output_room(p->words, p->count, &p->capacity, sizeof(char *));
+    p->words[p->count++] = word != NULL ? word : "";
+}
+
+void python_add_self(python *p)
+{
+    static char path[PATH_MAX]; /* "": /proc is not there, and nothing can be started */
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    path[length > 0 ? length : 0] = '\0';
+    python_add(p, path);
+}
+
+int python_become(python *p)
+{
+    python_add(p, NULL);
+    p->words[p->count - 1] = NULL;
+    setenv("PYTHONSAFEPATH", "1", 1); /* modules are not the working directory's */
+    execvp(p->words[0], (char *const *)p->words);
+    int reason = errno;
+    free(p->words);
+    return failure_local(p->command->name, FANIN_ERR_IO,
+                         "put a python3 first into the PATH that has fanin's package, "
+                         "of this version",
+                         "cannot run python3: %s", strerror(reason));
+}

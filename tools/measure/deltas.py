@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What `network.py --deltas` measures: whole pulls and deltas of the same steps in turns, over
+links of several rates; and what patches cost the commit.
+
+One rank publishes a copy of 16 tensors of BF16 (--mib), of which a share of the elements, at random
+places, changes with each step. One worker pulls each step twice into memory that it has prepared,
+whole and by deltas, with the ranks' digests and without. Both are children of this file, each in a
+namespace of its own. At the end of each row the worker's memory is compared with the rank's.
+Commits with and without patches take turns as well, while a worker that asks is connected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+RUN, TENSORS, PORT, KEPT, PATIENCE = "full:0", 16, 6300, 4, 600
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ------------------------------------------------------------------------------ the children
+
+
+class Rank:
+    def __init__(self, options: dict[str, Any]) -> None:
+        import fanin
+        import numpy as np
+
+        self.random = np.random.default_rng(1)
+        words = options["mib"] << 19
+        values = self.random.standard_normal(words, dtype=np.float32) * np.float32(0.02)
+        self.flat = (values.view(np.uint32) >> 16).astype(np.uint16)
+        self.server = fanin.Server(
+            world_id=os.urandom(16),
+            rank=0,
+            world_size=1,
+            base_port=PORT,
+            lease=5.0,
+            use_ucx=False,
+            **options["server"],
+        )
+        parts = enumerate(self.flat.reshape(TENSORS, -1))
+        self.server.put(RUN, [fanin.shard_of(f"t{i}", one, dtype="BF16") for i, one in parts])
+        self.step = 0
+        self.commit(0.0, 0)
+
+    def commit(self, share: float, deltas: int) -> dict[str, Any]:
+        """The next step; the seconds of its commit."""
+        count = int(self.random.binomial(self.flat.size, share)) if share else 0
+        self.flat[self.random.integers(0, self.flat.size, count)] += 1
+        if self.step:
+            self.server.begin_update(RUN)
+        self.step += 1
+        begun = time.perf_counter()
+        self.server.commit(RUN, self.step, snapshot=True, wait=True, deltas=deltas)
+        return {"step": self.step, "seconds": time.perf_counter() - begun}
+
+    def digest(self) -> dict[str, Any]:
+        return {"digest": hashlib.blake2b(self.flat).hexdigest()}
+
+
+class Worker:
+    def __init__(self, options: dict[str, Any]) -> None:
+        import fanin
+        import numpy as np
+
+        self.memory, self.packed = [], []
+        for _ in range(2):  # whole pulls, and deltas
+            self.memory.append(np.zeros(options["mib"] << 19, np.uint16))
+            parts = enumerate(self.memory[-1].reshape(TENSORS, -1))
+            made = (fanin.shard_of(f"t{i}", one, dtype="BF16", writable=True) for i, one in parts)
+            self.packed.append(fanin.pack(made))
+        how = {"path": "stream", "use_unix": False, "use_ucx": False, **options["client"]}
+        self.client = fanin.Client([options["address"]], **how)
+
+    def pull(self, step: int, deltas: bool, verify: bool) -> dict[str, Any]:
+        begun = time.perf_counter()
+        result = self.client.pull_into(
+            RUN, self.packed[deltas], step=step, timeout=PATIENCE, deltas=deltas, verify=verify
+        )
+        took = time.perf_counter() - begun
+        names = ("base_step", "patch_bytes", "whole_because", "read", "apply", "verify")
+        return {"seconds": took, **{name: getattr(result, name) for name in names}}
+
+    def digest(self) -> dict[str, Any]:
+        return {"digest": [hashlib.blake2b(one).hexdigest() for one in self.memory]}
+
+
+def main() -> None:
+    kind, options = {"rank": Rank, "worker": Worker}[sys.argv[1]], json.loads(sys.argv[2])
+    made = kind(options)
+    print(json.dumps({}), flush=True)
+    for line in sys.stdin:
+        words = json.loads(line)
+        print(json.dumps(getattr(made, words.pop("do"))(**words)), flush=True)
+
+
+# ------------------------------------------------------------------------------- the measure
+
+
+class Child:
+    """One of them, which ends with the stack."""
+
+    def __init__(
+        self, stack: ExitStack, inside: list[str], library: Path, options: dict[str, Any]
+    ) -> None:
+        paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment.setdefault("FANIN_LIBRARY", str(library))
+        self.process = subprocess.Popen(
+            [*inside, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        stack.callback(self.process.wait, 10)
+        stack.callback(self.process.terminate)
+        self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("network: a child has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def do(self, what: str, **fields: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+
+def row(rank: Child, worker: Child, share: float, rounds: int) -> dict[str, Any]:
+    """Seconds of each kind of pull, medians of *rounds* steps, and of commits."""
+
+    def pull(step: int, deltas: bool, verify: bool) -> dict[str, Any]:
+        return worker.do("pull", step=step, deltas=deltas, verify=verify)
+
+    pull(rank.do("commit", share=share, deltas=KEPT)["step"], True, False)  # who asks is there
+    took: dict[str, list[float]] = {}
+    patches = []
+    for number in range(rounds):
+        for verify in (False, True):
+            step = rank.do("commit", share=share, deltas=KEPT)["step"]
+            order = (False, True) if number % 2 == 0 else (True, False)
+            for deltas in order:
+                result = pull(step, deltas, verify)
+                if deltas and result["whole_because"]:
+                    sys.exit(f"network: no delta, because {result['whole_because']}")
+                name = ("delta" if deltas else "whole") + (" verified" if verify else "")
+                took.setdefault(name, []).append(result["seconds"])
+                if deltas:
+                    patches.append(result["patch_bytes"])
+                    for part in ("read", "apply") if not verify else ():
+                        took.setdefault(part, []).append(result[part])
+    if worker.do("digest")["digest"] != [rank.do("digest")["digest"]] * 2:
+        sys.exit("network: the worker's memory is not the rank's")
+    for _ in range(rounds):
+        for deltas in (0, KEPT):
+            name = "commit with a patch" if deltas else "commit"
+            took.setdefault(name, []).append(
+                rank.do("commit", share=share, deltas=deltas)["seconds"]
+            )
+    middle = {name: statistics.median(values) for name, values in took.items()}
+    return {"share": share, "patch_bytes": statistics.median(patches), "seconds": middle}
+
+
+def measure(link: Any, arguments: Any, served: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each rate, without TLS and with it, and share of changed elements."""
+    found = []
+    library = Path(arguments.nixl_fetch).parents[1] / "libfanin.so.0"
+    ways = {"TCP": None} | ({"TLS": arguments.secret_file} if arguments.secret_file else {})
+    for gbits in arguments.rates:
+        link.shape(gbits)
+        for way, secret in ways.items():
+            shown = {"secret_file": secret} if secret else {}
+            server = served | (shown or {"insecure": True})
+            address = f"{link.rank}:{PORT}"
+            with ExitStack() as stack:
+                common = {"mib": arguments.mib, "server": server, "client": shown}
+                options = common | {"address": address}
+                program = [sys.executable, str(Path(__file__).resolve())]
+                rank = Child(stack, link.inside(0, *program, "rank"), library, options)
+                worker = Child(stack, link.inside(1, *program, "worker"), library, options)
+                for share in arguments.shares:
+                    one = row(rank, worker, share / 100, arguments.rounds)
+                    found.append({"gbits": gbits, "way": way, "mib": arguments.mib, **one})
+                    tell(found[-1])
+    return found
+
+
+def tell(one: dict[str, Any]) -> None:
+    """One row, as text."""
+    s = one["seconds"]
+    plain, proven = s["whole"] / s["delta"], s["whole verified"] / s["delta verified"]
+    print(
+        f"{one['gbits']:g} Gb/s {one['way']}, {one['mib']} MiB, {one['share']:.1%} changed: "
+        f"whole {s['whole']:.3f} s, delta {s['delta']:.3f} s (read {s['read']:.3f}, apply "
+        f"{s['apply']:.3f}), {plain:.1f} x; verified {s['whole verified']:.3f} s, "
+        f"{s['delta verified']:.3f} s, {proven:.1f} x; patch {one['patch_bytes'] / 1e6:.1f} MB; "
+        f"commit {s['commit']:.3f} s, with a patch {s['commit with a patch']:.3f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
