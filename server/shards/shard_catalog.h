@@ -91,8 +91,10 @@ static inline const uint8_t *shard_catalog_box_first(const shard_catalog *s,
     region *const *regions = s->regions.regions;
     if (first_region == 0)
         return b->first;
-    return b->first +
-           (regions[b->region + first_region]->base - regions[b->region]->base);
+    /* As numbers: C subtracts no pointers into two objects, and this one may lie below. */
+    uint64_t offset = (uintptr_t)b->first - regions[b->region]->base;
+    return (const uint8_t *)(uintptr_t)(regions[b->region + first_region]->base +
+                                        offset);
 }
 
 /** The CUDA device that holds a box, -1: the host. */
