@@ -5,7 +5,7 @@
 Records where a LoRA adapter of Qwen3-30B-A3B (r 16, BF16, attention and each expert) goes in vLLM's
 LoRA slots, by vLLM's own classes, which get no memory, and saves a mapping for each rank:
 FOLDER/slots-LAYOUT-RANK.json, and what a trainer would publish: FOLDER/slots.json, a list of names,
-dtypes and shapes. tests/gpu/lora_slots.py pulls by them.
+dtypes and shapes. tests/gpu/slot_landing.py pulls by them.
 
 LAYOUT is tp1, tp2, ... or ep2, ...; --small: a model of the same modules that any CPU has room for.
 Needs vLLM (its CPU build does), PyTorch, PEFT, the package (PYTHONPATH) and its library

@@ -3,10 +3,11 @@
 """slot_landing.py FOLDER [--device cuda|cpu] [--ranks N] [--steps N] [--layers N] [--json FILE]
 
 How an adapter lands in vLLM's LoRA slots on a GPU, by the plugin's own code (Image of
-fanin.engine.slot_images), in stacks as vLLM has them, with max_lora_rank of twice the adapter's r; vLLM
-itself is not needed. FOLDER is what tests/gpu/record_slots.py made. Each step is pulled while a
-CUDA graph reads the slots on the engine's stream, then scaled, and put into the slot that was
-cleared on that stream:
+fanin.engine.slot_images), in stacks as vLLM has them, with max_lora_rank of twice the adapter's r;
+vLLM itself is not needed. FOLDER is what tests/gpu/record_slots.py made. Ranks whose BF16 shards
+are cut by rows, as FSDP2 does, lie round robin on the GPUs, the last worker of each layout on the
+last one. Each step is pulled while a CUDA graph reads the slots on the engine's stream, then
+scaled, and put into the slot that was cleared on that stream:
 
   the slot that a request uses is the same in every replay
   the replay behind the put sees the whole adapter, those before none of it
@@ -20,38 +21,106 @@ or mappings. The last line is "N passed, N failed"; before it, JSON with medians
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import json
 import os
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
-from lora_slots import (
-    FILLED,
-    OTHER,
-    RUN,
-    SLOTS,
-    SLOWEST,
-    Child,
-    Control,
-    layer,
-    layouts,
-    main_of,
-    on,
-    pattern,
-    published,
-    settle,
-    torch,
-)
-
 HERE = pathlib.Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1] / "engines"))
+
+try:
+    import torch
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+from worlds import Child, Control  # noqa: E402
+
+SLOWEST = 150.0  # seconds that any wait may take
+SLOTS, FILLED = 2, 1
+RUN = "full:slots"
+FINITE = 0xBFFF  # bits of a BF16 that is less than 2
+OTHER = 7.0  # what the other slot holds
 SCALE = 10 / 3
 TIMES = 2  # max_lora_rank, in r
 BY_CPU = 1  # layers of which the CPU says what is right; of the others the GPU does, as a whole
+
+
+def layer(name: str) -> int:
+    """Of a tensor or module."""
+    return int(name.split(".layers.")[1].split(".")[0])
+
+
+def pattern(number: int, shape: tuple[int, ...], first: int, device: Any) -> torch.Tensor:
+    """Rows from ``first`` on of tensor ``number``: finite, and they differ by tensor and place."""
+    count, start = torch.Size(shape).numel(), first * torch.Size(shape[1:]).numel()
+    flat = torch.arange(start, start + count, device=device, dtype=torch.int32)
+    flat.mul_(31).add_(number * 17).bitwise_and_(FINITE)
+    return flat.short().reshape(shape).view(torch.bfloat16)
+
+
+def on(options: dict[str, Any], index: int) -> torch.device:
+    if options["device"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def published(options: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    entries = json.loads((pathlib.Path(options["folder"]) / "slots.json").read_text())
+    limit = options["layers"]
+    wanted = [e for e in entries if limit is None or layer(e["name"]) < limit]
+    return {entry["name"]: tuple(entry["shape"]) for entry in wanted}
+
+
+# --------------------------------------------------------------------------------- trainers
+
+
+class Rank:
+    """A trainer rank: rows of every tensor, one allocation each, as FSDP2 has them."""
+
+    def __init__(self, control: Control, options: dict[str, Any]):
+        import fanin
+
+        self.control = control
+        rank, ranks = options["rank"], options["ranks"]
+        device = on(options, rank)
+        self.server = fanin.Server(
+            world_id=bytes.fromhex(options["world"]), rank=rank, world_size=ranks
+        )
+        self.kept, shards = [], []
+        for number, (name, shape) in enumerate(published(options).items()):
+            chunk = -(-shape[0] // ranks)
+            first = min(rank * chunk, shape[0])
+            rows = pattern(number, (min(chunk, shape[0] - first), *shape[1:]), first, device)
+            self.kept.append(rows)
+            offset = (first, *(0,) * (len(shape) - 1))
+            shards.append(fanin.shard_of(name, rows, shape=shape, offset=offset))
+        settle(device)
+        self.server.put(RUN, shards)
+        self.server.commit(RUN, 1)
+
+    def run(self) -> None:
+        self.control.say("here", address=f"127.0.0.1:{self.server.port}")
+        self.control.hear(20 * SLOWEST)
+        self.server.close()
+
+
+# ---------------------------------------------------------------------------------- worker
 
 
 def parts_of(mapping: Any) -> list[Any]:
@@ -244,17 +313,25 @@ class Worker:
         self.control.say("done", **result, **medians)
 
 
-def check(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, Any]]:
+# ------------------------------------------------------------------------------------- test
+
+
+def layouts(folder: pathlib.Path) -> dict[str, int]:
+    """Those that are there, with how many workers they have."""
+    found = collections.Counter(path.stem.split("-")[1] for path in folder.glob("slots-*-*.json"))
+    return dict(sorted(found.items(), key=lambda one: (one[1], one[0])))
+
+
+def land(options: argparse.Namespace, folder: pathlib.Path, layout: str, size: int) -> Any:
+    """What the layout's last worker tells of its steps. AssertionError: one did not land well."""
     common = {key: getattr(options, key) for key in ("device", "layers", "ranks")}
     common |= {"folder": str(options.folder), "world": os.urandom(16).hex()}
-    script = str(HERE.with_name("lora_slots.py"))
-    layout, size = next(iter(layouts(options.folder).items()))
     ranks = [
-        Child(f"rank{rank}", script, {**common, "rank": rank}, folder)
+        Child(f"{layout}-rank{rank}", str(HERE), {**common, "rank": rank}, folder)
         for rank in range(options.ranks)
     ]
     role = {**common, "layout": layout, "worker": size - 1, "workers": size}
-    worker = Child("worker", str(HERE), role, folder)
+    worker = Child(f"{layout}-worker", str(HERE), role, folder)
     try:
         addresses = [one.expect("here", SLOWEST)["address"] for one in ranks]
         worker.expect("here", SLOWEST)
@@ -265,10 +342,7 @@ def check(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, A
         assert told["empty"], "a slot was written before its put"
         assert told["seen"], "a replay behind a put did not see all of it"
         assert told["switched"], "a module's switch is not on"
-        if options.json:
-            pathlib.Path(options.json).write_text(json.dumps(told, indent=1))
-        print(json.dumps(told))
-        return [told]
+        return told
     except AssertionError:
         for one in (worker, *ranks):
             print(one.tail(12), file=sys.stderr)
@@ -278,9 +352,46 @@ def check(options: argparse.Namespace, folder: pathlib.Path) -> list[dict[str, A
             one.close()
 
 
-def role_of(options: dict[str, Any]) -> Any:
-    return Worker(Control(), options)
+def check(options: argparse.Namespace, folder: pathlib.Path) -> int:
+    """Of each layout; how many have failed."""
+    found, failed = {}, 0
+    for layout, size in layouts(options.folder).items():
+        try:
+            found[layout] = land(options, folder, layout, size)
+        except AssertionError:
+            traceback.print_exc()
+            failed += 1
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(found, indent=1))
+    print(json.dumps(found))
+    print(f"{len(found)} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        options = json.loads(sys.argv[1])
+        (Worker if "worker" in options else Rank)(Control(), options).run()
+        return 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no GPU")
+        return 77
+    if not layouts(options.folder):
+        print(f"skipped: {options.folder} has nothing that tests/gpu/record_slots.py made")
+        return 77
+    with tempfile.TemporaryDirectory(prefix="slots-") as folder:
+        return check(options, pathlib.Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main_of(__doc__, role_of, "--steps=8", check))
+    sys.exit(main())
