@@ -86,15 +86,6 @@ class FullTrainer(LiveTrainer):
         """Any command of the ranks' (see below), on all."""
         self._world.do(what, **fields)
 
-    def tell_one(self, rank: int, what: str) -> None:
-        """That rank alone does it."""
-        self._tell_some(what, rank)
-
-    def hang_in_update(self, rank: int) -> None:
-        """That rank begins to write, and stays there until it is killed."""
-        self._world.ranks[rank].tell("hang_in_update")
-        self._world.ranks[rank].expect("writing")
-
     def growth(self) -> list[int]:
         """How many bytes more than then each rank has used at most since forget_peak()."""
         return [int(one["bytes"]) for one in self._world.do("growth")]
@@ -194,17 +185,6 @@ class Trainer:
 
     def close(self) -> None:
         self.server.close()
-
-    def hang_in_update(self) -> None:
-        """Half of the parameters are written; the end never comes."""
-        import torch
-
-        with self.server.updating(self.number + 1):
-            with torch.no_grad():
-                for parameter in list(self.model.parameters())[::2]:
-                    parameter.mul_(0.5)
-            self.control.say("writing")
-            signal.pause()
 
     def give_up_update(self) -> None:
         """A little is written; then the update ends by an error, and its step never comes."""
