@@ -128,6 +128,10 @@ def test_a_paused_run(ranks: list[fanin.Server], target: str) -> None:
     assert "evaluating" in done.stdout
     assert done.stdout.count(REMEDIES["paused"]) == 1  # once for them all
     assert "\x1b" not in done.stdout  # what a rank says does not steer the terminal
+    words = [nixl_fetch(), "list", target]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and "paused" in done.stdout
+    assert "is paused: evaluating" in done.stderr
 
 
 def test_a_run_that_nobody_publishes(target: str) -> None:

@@ -87,8 +87,7 @@ static void change_environment(const lab_order *o, bool set)
 
 static void init(rank_world *w, const lab_order *o)
 {
-    rank_world_init_of(w, o->shape, o->dtype ? o->dtype : FANIN_DTYPE_BF16,
-                       o->world_size);
+    rank_world_init(w, o->shape, o->dtype ? o->dtype : FANIN_DTYPE_BF16, o->world_size);
 }
 
 static answer begin_world(rank_world *w, const lab_order *o)

@@ -11,13 +11,8 @@ static char *default_runs[] = {run_zero};
 static const fanin_pair default_pairs[] = {{"base_model_name_or_path", "test/model"},
                                            {"lora_alpha", "16"}};
 
-void rank_world_init(rank_world *w, const char *shape, uint32_t world_size)
-{
-    rank_world_init_of(w, shape, FANIN_DTYPE_BF16, world_size);
-}
-
-void rank_world_init_of(rank_world *w, const char *shape, fanin_dtype dtype,
-                        uint32_t world_size)
+void rank_world_init(rank_world *w, const char *shape, fanin_dtype dtype,
+                     uint32_t world_size)
 {
     fanin_error error = FANIN_ERROR_INIT;
     const adapter_shape *a = adapter_shape_find(shape);
@@ -41,19 +36,6 @@ void rank_world_init_of(rank_world *w, const char *shape, fanin_dtype dtype,
     memset(w->options.world_id, 0x42, sizeof w->options.world_id);
 }
 
-rank_world *rank_world_shared(void)
-{
-    void *memory = mmap(NULL, sizeof(rank_world), PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    assert_true(memory != MAP_FAILED);
-    return memory;
-}
-
-void rank_world_unshare(rank_world *w)
-{
-    munmap(w, sizeof *w);
-}
-
 void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports)
 {
     uint32_t n = w->options.world_size;
@@ -74,24 +56,6 @@ uint64_t rank_world_seed(const tensor_spec *t)
     char key[640];
     snprintf(key, sizeof key, "lora:0:%s", t->name);
     return pattern_seed(key);
-}
-
-void rank_world_start(rank_world *w)
-{
-    uint16_t ports[64];
-    uint32_t n = w->options.world_size;
-    assert_true(n <= 64);
-    w->options.tensors = &w->tensors;
-    assert_int_equal(ranks_start(&w->options, &w->ranks), 0);
-    assert_int_equal(ranks_wait_ready(w->ranks, 60000), 0);
-    for (uint32_t i = 0; i < n; i++)
-        ports[i] = ranks_slot(w->ranks, i)->port;
-    rank_world_describe(w, "127.0.0.1", ports);
-}
-
-void rank_world_stop(rank_world *w)
-{
-    ranks_stop(w->ranks);
 }
 
 void rank_world_free(rank_world *w)

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A world of rank processes (the tool's stand-in trainer) and pulls from it into memory,
- * judged by the bytes' pattern. Ranks are forked, so a process starts one world and that
- * before it uses the library otherwise: one test a process.
+ * A world of rank processes (the tool's stand-in trainer, see lab.h) and pulls from it into memory,
+ * judged by the bytes' pattern.
  */
 #ifndef RANK_WORLD_H
 #define RANK_WORLD_H
@@ -29,23 +28,13 @@ typedef struct landing {
     fanin_box *boxes;
 } landing;
 
-/** Room for a world in memory that its ranks share: they see when options.update_every_ms
-    changes. To be given back with rank_world_unshare() after rank_world_free(). */
-rank_world *rank_world_shared(void);
-void rank_world_unshare(rank_world *w);
-
-/** Sensible defaults for @p shape ("small", "dense", ...); change options, then start. */
-void rank_world_init(rank_world *w, const char *shape, uint32_t world_size);
-/** The same with tensors of another dtype than BF16. */
-void rank_world_init_of(rank_world *w, const char *shape, fanin_dtype dtype,
-                        uint32_t world_size);
-void rank_world_start(rank_world *w);
+/** Sensible defaults for @p shape ("small", "dense", ...), of tensors of @p dtype. */
+void rank_world_init(rank_world *w, const char *shape, fanin_dtype dtype,
+                     uint32_t world_size);
 /** Fills addresses and seeds for ranks that somebody else started (see lab.h). */
 void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports);
 /** Seed of a tensor's pattern in run 0. */
 uint64_t rank_world_seed(const tensor_spec *t);
-/** Ends the ranks; ranks_slot() works afterwards, until rank_world_free(). */
-void rank_world_stop(rank_world *w);
 void rank_world_free(rank_world *w);
 
 void landing_make(const rank_world *w, landing *l);
