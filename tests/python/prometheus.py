@@ -82,9 +82,15 @@ def running(folder: Path, jobs: dict[str, str]) -> Iterator[Prometheus]:
             cwd=folder,
             stderr=end,
         )
+    lines = ('msg="Listening on" address=', "ready to receive web")  # in any order
+
+    def has_begun() -> bool:
+        text = log.read_text()
+        return all(line in text for line in lines)
+
     try:
-        until(lambda: process.poll() is not None or "ready to receive web" in log.read_text())
-        listening = re.search(r'msg="Listening on" address=(\S+)', log.read_text())
+        until(lambda: process.poll() is not None or has_begun())
+        listening = re.search(lines[0] + r"(\S+)\s", log.read_text())
         assert listening, log.read_text()
         yield Prometheus(listening.group(1))
     finally:
