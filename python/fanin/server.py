@@ -327,7 +327,8 @@ class Server(ClosableHandle):
                 instead of the whole. The copies must lie in host memory; of copies on CUDA devices
                 there are no patches. All patches together take at most an eighth of the copy's
                 bytes, and one that is larger is not made. They are made, by the copy's threads,
-                only while a reader is connected that has asked for deltas.
+                only while a reader is connected that has asked for deltas, and for *deltas* steps
+                more, as it may come back.
 
         Raises:
             NotFoundError, RequestError: no such publication; the step is not above the last one; a

@@ -196,6 +196,8 @@ fanin_status handle_wait(session *s, uint64_t request, body *in)
     bool ends = ends_wait(&now, &m);
     server->delta_sessions += m.deltas && !s->wants_deltas;
     s->wants_deltas = s->wants_deltas || m.deltas;
+    if (m.deltas && p)
+        p->expected = p->deltas;
     if (ends) {
         begin_with(s, p, request, &m, &lease);
     } else {

@@ -38,7 +38,8 @@ patch_maker *patches_begin(fanin_server *s, commit *c)
     if (c->terms.deltas == 0)
         return NULL;
     pthread_mutex_lock(&s->lock);
-    c->wants_patch = s->delta_sessions > 0;
+    c->wants_patch = s->delta_sessions > 0 || p->expected > 0;
+    p->expected -= s->delta_sessions == 0 && p->expected > 0;
     /* What a commit that was withdrawn has copied is nothing to begin with. */
     bool can = c->wants_patch && may_have_patches(c->catalog),
          has_base = p->state == STATE_STABLE && p->catalog == c->catalog &&

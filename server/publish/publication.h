@@ -101,6 +101,9 @@ struct publication {
     struct patch *patches; /**< newest first (patches.h) */
     uint32_t deltas;       /**< how many of them the last commit keeps */
     bool had_deltas;       /**< ... or any one before has kept */
+    /** commits to come that make a patch although no reader is connected that wants it: one that
+        has asked may come back for it */
+    uint32_t expected;
     proofs proofs;
     uint64_t n_shards; /**< for statistics */
     struct lease *oldest, *newest;

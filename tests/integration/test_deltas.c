@@ -293,6 +293,33 @@ CASE(test_two_clients)
     expect_delta(step - 1);
 }
 
+/* Ranks know of no reader any more. */
+static void leave(void)
+{
+    fanin_client_destroy(&client);
+    for (size_t i = 0; i < w.size; i++) {
+        fanin_server_stats stats = {.struct_size = sizeof stats, .sessions = 1};
+        while (stats.sessions > 0)
+            assert_works(fanin_server_get_stats(w.ranks[i].server, &stats));
+    }
+}
+
+/* A program that is started for each step. */
+CASE(test_a_client_that_comes_back)
+{
+    begin_deltas(2, CUT_CHUNK0, WHOLE);
+    expect_delta(1);
+    for (uint64_t missed = 1; missed <= KEPT + 1; missed++) {
+        leave();
+        for (uint64_t i = 0; i < missed; i++)
+            commit();
+        client = new_client(FANIN_PATH_STREAM);
+        if (missed <= KEPT)
+            expect_delta(step - missed);
+    }
+    expect_whole("no patches from");
+}
+
 /* The copy stays what it is while the trainer's memory is away. */
 CASE(test_pause_and_aborted_updates)
 {

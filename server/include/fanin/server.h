@@ -309,12 +309,13 @@ typedef struct fanin_commit_options {
     fanin_stream stream;
     /** snapshots: how many patches the server keeps, at most 16; default 0: none. A patch is what
         has changed since the step before. Readers that hold that step read the patch instead of the
-        whole. The server makes one only while a reader is connected that has asked for them, and
-        only of snapshots in host memory; else the log tells why there is none (event
-        "no-patches"). The commit then takes about twice as long. All patches together take at
-        most an eighth of the copy's bytes. The commit needs twice as much more for a moment. A step
-        that changes more, or finds no memory, has no patch, and its readers read the whole. They
-        also do after new shards were put */
+        whole. The server makes one while a reader is connected that has asked for them, and for as
+        many commits more as it keeps, since that reader may come back. It makes them only of
+        snapshots in host memory; else the log tells why there is none (event "no-patches"). The
+        commit then takes about twice as long. All patches together take at most an eighth of the
+        copy's bytes. The commit needs twice as much more for a moment. A step that changes more, or
+        finds no memory, has no patch, and its readers read the whole. They also do after new shards
+        were put */
     uint32_t deltas;
 } fanin_commit_options;
 
