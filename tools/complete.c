@@ -148,6 +148,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"dest", {"memory", "device:0", ":directories"}},
         {"out", {":directories"}},
         {"dir", {":directories"}},
+        {"delta-from", {":directories"}},
         {"adapter", {":directories"}},
         {"model-dir", {":directories"}},
         {"sysfs", {":directories"}},

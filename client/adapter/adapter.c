@@ -208,7 +208,7 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     adapter *a = calloc(1, sizeof *a);
     if (!a)
         return error_set_memory(error);
-    a->place.parent = a->lock = a->directory = -1;
+    a->place.parent = a->lock = a->directory = a->old = -1;
     a->at = at;
     a->cancelled = cancelled;
     a->cookie = cookie;
@@ -416,6 +416,8 @@ void adapter_close(adapter **a)
     forget_layout(d);
     if (d->lock >= 0)
         adapter_unlock(&d->place, d->lock);
+    if (d->old >= 0)
+        close(d->old);
     if (d->place.parent >= 0)
         close(d->place.parent);
     free(d->place.directory);

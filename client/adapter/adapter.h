@@ -75,6 +75,8 @@ typedef struct adapter_identity {
     /* how it came; says nothing of what it is */
     fanin_checksums transport_checksums;
     bool verified;
+    bool patched; /**< adapter_recall() has brought it, and nothing has landed */
+    json_t *base; /**< what patches may be applied to later; NULL: not known */
 } adapter_identity;
 
 /**
@@ -127,6 +129,19 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
  */
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error);
+
+/**
+ * The directory whose files adapter_recall() begins with. If it is the place's own, it is no
+ * obstacle to adapter_reusable(), and adapter_publish() replaces it, at one moment. *@p out: its
+ * fanin.json, to be decref'd; NULL: *@p because says why nothing can begin with it. After
+ * adapter_open().
+ */
+void adapter_begin_with(adapter *a, const char *directory, json_t **out,
+                        const char **because);
+/** The mapped files get the tensors of the older ones, unless they have them; *@p because: those
+    are not alike, or cannot be read. The files are undefined then. After adapter_map().
+    FANIN_ERR_IO (no room), FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED. */
+fanin_status adapter_recall(adapter *a, const char **because, fanin_error *error);
 
 /** FANIN_ERR_LIMIT if the files that were prepared have more than @p max_bytes; 0: an adapter's
     more than a quarter of the size (not of the free space, which other adapters take) of the

@@ -281,8 +281,25 @@ static fanin_status make_mapped_files(adapter *a, fanin_error *error)
     return status != FANIN_OK ? status : start_digests(a, error);
 }
 
+/* Not every file system can: known before anything is read. */
+static fanin_status try_to_exchange(const adapter *a, fanin_error *error)
+{
+    char other[NAME_MAX + 1];
+    int parent = a->place.parent, reason = 0;
+    adapter_temporary_name(&a->place, other);
+    if (mkdirat(parent, other, ADAPTER_DIRECTORY_MODE) != 0 ||
+        renameat2(parent, a->temporary, parent, other, RENAME_EXCHANGE) != 0)
+        reason = errno;
+    unlinkat(parent, other, AT_REMOVEDIR);
+    if (reason == 0)
+        return FANIN_OK;
+    return adapter_io_error(&a->place, reason, "cannot replace", NULL,
+                            "pull into another directory than the older one", error);
+}
+
 static fanin_status make_directory(adapter *a, fanin_error *error)
 {
+    fanin_status status = FANIN_OK;
     adapter_temporary_name(&a->place, a->temporary);
     if (mkdirat(a->place.parent, a->temporary, ADAPTER_DIRECTORY_MODE) != 0) {
         int reason = errno;
@@ -290,6 +307,10 @@ static fanin_status make_directory(adapter *a, fanin_error *error)
         return adapter_io_error(&a->place, reason, "cannot make a directory beside",
                                 NULL, NULL, error);
     }
+    if (a->replaces)
+        status = try_to_exchange(a, error);
+    if (status != FANIN_OK)
+        return status;
     a->directory = openat(a->place.parent, a->temporary,
                           O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     struct stat info;
@@ -430,7 +451,7 @@ void adapter_discard(adapter *a)
 {
     stop_threads(a);
     unmap_files(a);
-    a->headed = false;
+    a->headed = a->recalled = false;
     int held = a->directory;
     a->directory = -1;
     if (a->temporary[0] == '\0') {

@@ -80,6 +80,11 @@ struct adapter {
     step_contents *contents; /**< the client's; NULL: nothing is compared */
     bool headed;             /**< the files have their headers */
 
+    /* the directory that adapter_recall() begins with */
+    int old;       /**< -1: there is none */
+    bool replaces; /**< the place holds it, and is to hold what is made instead */
+    bool recalled; /**< the files have its tensors */
+
     /* the temporary directory and the files in it */
     char temporary[NAME_MAX + 1]; /**< "": none */
     int directory;
@@ -105,6 +110,47 @@ size_t adapter_texts(const adapter *a, adapter_text out[ADAPTER_TEXTS]);
 bool ownership_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
 /** FANIN_ERR_EXISTS: others may rename what is made there. To be called before anything is. */
 fanin_status adapter_check_parent(const adapter_place *place, fanin_error *error);
+
+/** Whether pulls make files of this name. */
+bool adapter_makes_file(const char *name);
+
+/* ----------------------------------------- reading files (file_reading.c) */
+
+typedef enum file_read_result {
+    FILE_READ_OK,
+    FILE_READ_SHORT,   /**< the file ends before its size */
+    FILE_READ_ERROR,   /**< a read failed: errno */
+    FILE_READ_STOPPED, /**< go_on said no */
+    FILE_READ_MEMORY,
+} file_read_result;
+
+/**
+ * What piece_digests_finish() gives for the @p size bytes of @p file: the XXH3-128 of the XXH3-128s
+ * of its DIGEST_PIECEs. Reads with pread(): a file that is cut meanwhile does no harm. Blocks as
+ * long as that takes; go_on is asked by the calling thread between two pieces of its own.
+ */
+file_read_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
+                             void *cookie, digest *out);
+/** Bytes [@p from, @p from + @p size) of @p file into memory at @p to, likewise. */
+file_read_result file_copy(int file, uint64_t from, uint64_t size, uint8_t *to,
+                           bool (*go_on)(void *), void *cookie);
+
+/* ------------------------------- what a directory holds (adapter_reuse.c) */
+
+/** fanin.json; NULL: the text is not what adapter_identity_text() makes. */
+json_t *adapter_identity_parse(const char *text, size_t size);
+/** A file of the directory that no other user can have made what it is; *@p file_out -1: it is not
+    there. FANIN_ERR_EXISTS: somebody else could, or it is no file. FANIN_ERR_IO. */
+fanin_status adapter_open_file(const adapter *a, int directory, const char *name,
+                               int *file_out, uint64_t *size_out, fanin_error *error);
+/** Likewise all of it, to be freed; NULL with FANIN_OK: it is not there or larger than @p most. */
+fanin_status adapter_read_file(const adapter *a, int directory, const char *name,
+                               uint64_t most, char **text_out, size_t *size_out,
+                               fanin_error *error);
+/** For go_on; the cookie is the adapter. */
+bool adapter_may_read_on(void *cookie);
+/** Whether @p directory is the one that adapter_begin_with() was given. */
+bool adapter_is_old(const adapter *a, int directory);
 
 /** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". @p remedy: unless it
     is descriptors that are lacking. */

@@ -303,8 +303,7 @@ DIR *adapter_list(int directory)
     return dir;
 }
 
-/* What a pull puts into a directory. */
-static bool is_made_by_pulls(const char *name)
+bool adapter_makes_file(const char *name)
 {
     static const char *const files[] = {ADAPTER_FILE, ADAPTER_CONFIG_FILE,
                                         MODEL_CONFIG_FILE, MODEL_INDEX_FILE,
@@ -330,7 +329,7 @@ static void remove_files(int directory)
         some = false;
         rewinddir(dir);
         for (struct dirent *entry; (entry = readdir(dir)) != NULL;)
-            some = (is_made_by_pulls(entry->d_name) &&
+            some = (adapter_makes_file(entry->d_name) &&
                     unlinkat(directory, entry->d_name, 0) == 0) ||
                    some;
     } while (some);

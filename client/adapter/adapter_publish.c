@@ -176,6 +176,44 @@ static fanin_status refuse_rename(const adapter *a, int reason, fanin_error *err
         reason == EBUSY ? "give a directory below the mount point" : NULL, error);
 }
 
+/* The older directory and what was made change names, if it is the older one that has the place
+   still. On some file systems that cannot be. */
+static int exchange_places(adapter *a)
+{
+    int parent = a->place.parent;
+    const char *made = a->temporary, *name = a->place.name;
+    if (renameat2(parent, made, parent, name, RENAME_EXCHANGE) != 0)
+        return errno;
+    int old = openat(parent, made, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    bool good = old >= 0 && adapter_is_old(a, old);
+    if (old >= 0)
+        close(old);
+    if (good)
+        return 0;
+    if (renameat2(parent, made, parent, name, RENAME_EXCHANGE) != 0)
+        a->temporary[0] = '\0'; /* whoever's it is */
+    return EEXIST;
+}
+
+static int take_place(adapter *a)
+{
+    int parent = a->place.parent, reason = a->replaces ? exchange_places(a) : ENOENT;
+    if (reason != ENOENT)
+        return reason;
+    a->replaces = false;
+    return renameat(parent, a->temporary, parent, a->place.name) == 0 ? 0 : errno;
+}
+
+/* Under the temporary name there is the older directory, if there is any. */
+static void remove_replaced(adapter *a)
+{
+    if (a->replaces && !adapter_remove_directory(a->place.parent, a->temporary, -1))
+        log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",
+                  "could not remove %s, which '%s' has replaced", a->temporary,
+                  a->place.directory);
+    a->temporary[0] = '\0';
+}
+
 static bool is_same_directory(const struct stat *a, const struct stat *b)
 {
     return a->st_dev == b->st_dev && a->st_ino == b->st_ino;
@@ -209,18 +247,20 @@ static fanin_status appear_in_place(adapter *a, fanin_error *error)
     if (reason != 0)
         return adapter_io_error(&a->place, reason, "cannot sync", NULL, NULL, error);
     int parent = a->place.parent;
-    if (renameat(parent, a->temporary, parent, a->place.name) != 0)
-        return refuse_rename(a, errno, error);
+    reason = take_place(a);
+    if (reason != 0)
+        return refuse_rename(a, reason, error);
     fanin_status status = look_who_came(a, error);
     if (status != FANIN_OK)
         return status;
     reason = sync_descriptor(parent);
     if (reason == 0) {
-        a->temporary[0] = '\0';
+        remove_replaced(a);
         return FANIN_OK;
     }
     /* Whether it would survive a crash is not known: take it back. */
-    if (renameat(parent, a->place.name, parent, a->temporary) != 0)
+    unsigned flags = a->replaces ? RENAME_EXCHANGE : 0;
+    if (renameat2(parent, a->place.name, parent, a->temporary, flags) != 0)
         a->temporary[0] = '\0';
     return adapter_io_error(&a->place, reason, "cannot sync the parent of", NULL, NULL,
                             error);
@@ -279,6 +319,16 @@ static void tell_same_bytes(const adapter *a, const adapter_identity *identity,
               identity->publication, identity->step, first, steps);
 }
 
+/* Nothing but the headers has landed: the rest was recalled, and is final now. */
+static void land_recalled(adapter *a)
+{
+    for (size_t i = 0; i < a->n_mapped; i++) {
+        const safetensors_layout *layout = &a->files.files[i].layout;
+        piece_digests_landed(a->mapped[i].digests, layout->header_size,
+                             layout->file_size - layout->header_size);
+    }
+}
+
 /* The text of fanin.json, to be freed. @p files: room for all. */
 static fanin_status make_identity(adapter *a, const adapter_identity *identity,
                                   identity_file *files, size_t *count_out,
@@ -298,6 +348,8 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "there is no file to publish");
     file_pages_stop(&a->pages);
+    if (identity->patched)
+        land_recalled(a);
     char *text = NULL;
     size_t count = 0;
     identity_file *files = calloc(a->n_mapped + ADAPTER_TEXTS, sizeof files[0]);

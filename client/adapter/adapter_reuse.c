@@ -3,12 +3,10 @@
 
 #include "adapter/file_pages.h"
 #include "error_set.h"
-#include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,19 +75,22 @@ char *adapter_identity_text(const adapter_identity *identity,
         "files", files_json(files, count), "transport_checksums",
         guard_json(identity->transport_checksums), "verified", (int)identity->verified);
     /* Without a conversion the key table says it all. */
-    if (root && identity->dtype != 0 &&
-        json_object_set_new(root, "dtype",
-                            json_string(fanin_dtype_name(identity->dtype))) != 0) {
+    bool good = root != NULL;
+    if (good && identity->dtype != 0)
+        good = json_object_set_new(root, "dtype",
+                                   json_string(fanin_dtype_name(identity->dtype))) == 0;
+    if (good && identity->base)
+        good = json_object_set(root, "delta_base", identity->base) == 0;
+    if (!good) {
         json_decref(root);
         return NULL;
     }
-    char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS) : NULL;
+    char *text = json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS);
     json_decref(root);
     return text;
 }
 
-/* NULL: the text is not what adapter_identity_text() makes. */
-static json_t *adapter_identity_parse(const char *text, size_t size)
+json_t *adapter_identity_parse(const char *text, size_t size)
 {
     json_t *root = json_loadb(text, size, JSON_REJECT_DUPLICATES, NULL);
     bool good = json_is_object(root) &&
@@ -159,120 +160,6 @@ static size_t adapter_identity_count(const json_t *root)
     return json_object_size(json_object_get(root, "files"));
 }
 
-/* ------------------------------------------------------- digests of files */
-
-typedef enum file_digest_result {
-    FILE_DIGEST_OK,
-    FILE_DIGEST_SHORT,   /* the file ends before its size */
-    FILE_DIGEST_ERROR,   /* a read failed: errno */
-    FILE_DIGEST_STOPPED, /* go_on said no */
-    FILE_DIGEST_MEMORY,
-} file_digest_result;
-
-#define MAX_THREADS 8
-
-typedef struct reading {
-    int file;
-    uint64_t size;
-    size_t count; /* pieces */
-    digest *digests;
-    atomic_size_t next;
-    atomic_int result, reason; /* of the first failure */
-} reading;
-
-static void fail_reading(reading *r, file_digest_result result, int reason)
-{
-    int none = FILE_DIGEST_OK;
-    if (atomic_compare_exchange_strong(&r->result, &none, (int)result))
-        atomic_store(&r->reason, reason);
-}
-
-bool file_read(int file, void *to, size_t size, uint64_t offset)
-{
-    for (size_t done = 0; done < size;) {
-        ssize_t n = pread(file, (char *)to + done, size - done, (off_t)(offset + done));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0) {
-            errno = n == 0 ? 0 : errno;
-            return false;
-        }
-        done += (size_t)n;
-    }
-    return true;
-}
-
-static bool read_piece(reading *r, size_t piece, uint8_t *data, size_t *size_out)
-{
-    uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
-    *size_out = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE);
-    bool good = file_read(r->file, data, *size_out, begin);
-    if (!good)
-        fail_reading(r, errno == 0 ? FILE_DIGEST_SHORT : FILE_DIGEST_ERROR, errno);
-    return good;
-}
-
-/* Takes piece by piece until all are taken; @p go_on may be NULL. */
-static void read_some(reading *r, bool (*go_on)(void *), void *cookie)
-{
-    uint8_t *data = malloc(DIGEST_PIECE);
-    if (!data)
-        fail_reading(r, FILE_DIGEST_MEMORY, 0);
-    while (atomic_load(&r->result) == FILE_DIGEST_OK) {
-        if (go_on && !go_on(cookie)) {
-            fail_reading(r, FILE_DIGEST_STOPPED, 0);
-            break;
-        }
-        size_t piece = atomic_fetch_add(&r->next, 1), size;
-        if (piece >= r->count || !read_piece(r, piece, data, &size))
-            break;
-        r->digests[piece] = digest_of(data, size);
-    }
-    free(data);
-}
-
-static void *help_reading(void *argument)
-{
-    pthread_setname_np(pthread_self(), "fanin-file");
-    read_some(argument, NULL, NULL);
-    return NULL;
-}
-
-static void read_parts(reading *r, bool (*go_on)(void *), void *cookie)
-{
-    pthread_t threads[MAX_THREADS];
-    unsigned cpus = usable_cpus(), wanted = cpus < MAX_THREADS ? cpus : MAX_THREADS;
-    wanted = wanted < r->count ? wanted : (unsigned)r->count;
-    /* This thread is one of them. */
-    unsigned n =
-        worker_threads_start(threads, wanted > 0 ? wanted - 1 : 0, help_reading, r);
-    read_some(r, go_on, cookie);
-    worker_threads_join(threads, n);
-}
-
-/*
- * What piece_digests_finish() gives for the size bytes of file: the XXH3-128 of the XXH3-128s
- * of its DIGEST_PIECEs. Reads with pread(): a file that is cut meanwhile does no harm. Blocks as
- * long as that takes; go_on is asked by the calling thread between two pieces of its own.
- */
-static file_digest_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
-                                      void *cookie, digest *out)
-{
-    reading r = {.file = file,
-                 .size = size,
-                 .count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE)};
-    r.digests = calloc(r.count + 1, sizeof r.digests[0]);
-    if (!r.digests)
-        return FILE_DIGEST_MEMORY;
-    read_parts(&r, go_on, cookie);
-    file_digest_result result = (file_digest_result)atomic_load(&r.result);
-    if (result == FILE_DIGEST_OK)
-        *out = digest_of(r.digests, r.count * sizeof r.digests[0]);
-    free(r.digests);
-    errno = atomic_load(&r.reason);
-    return result;
-}
-
 /* -------------------------------------------------- what is there already */
 
 /* What is in the place already: nothing, the adapter that is asked for, or something else. Only
@@ -331,9 +218,9 @@ static fanin_status refuse_other(const adapter *a, const json_t *root,
     return status;
 }
 
-/* A file of the directory, *file_out -1: it is not there. Never waits for a FIFO's writer. */
-static fanin_status open_own_file(const adapter *a, int directory, const char *name,
-                                  int *file_out, uint64_t *size_out, fanin_error *error)
+/* Never waits for a FIFO's writer. */
+fanin_status adapter_open_file(const adapter *a, int directory, const char *name,
+                               int *file_out, uint64_t *size_out, fanin_error *error)
 {
     int fd = openat(directory, name,
                     O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
@@ -356,15 +243,14 @@ static fanin_status open_own_file(const adapter *a, int directory, const char *n
     return refuse_own_file(a, name, regular ? why : "is no regular file", error);
 }
 
-/* @p *text_out: to be freed; NULL with FANIN_OK: it is not there or larger than @p most. */
-static fanin_status read_small_file(const adapter *a, int directory, const char *name,
-                                    uint64_t most, char **text_out, size_t *size_out,
-                                    fanin_error *error)
+fanin_status adapter_read_file(const adapter *a, int directory, const char *name,
+                               uint64_t most, char **text_out, size_t *size_out,
+                               fanin_error *error)
 {
     int fd;
     uint64_t size = 0;
     *text_out = NULL;
-    fanin_status status = open_own_file(a, directory, name, &fd, &size, error);
+    fanin_status status = adapter_open_file(a, directory, name, &fd, &size, error);
     if (status != FANIN_OK || fd < 0)
         return status;
     char *text = size <= most ? malloc((size_t)size + 1) : NULL;
@@ -395,7 +281,7 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
     if (!adapter_identity_bytes(root, wanted->name, &bytes) || bytes > SIZE_MAX / 2)
         return refuse_damaged(a, wanted->name, error);
     fanin_status status =
-        read_small_file(a, directory, wanted->name, bytes, &text, &size, error);
+        adapter_read_file(a, directory, wanted->name, bytes, &text, &size, error);
     if (status != FANIN_OK)
         return status;
     const char *hex = adapter_identity_digest(root, wanted->name);
@@ -412,7 +298,7 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
     return status;
 }
 
-static bool may_read_on(void *cookie)
+bool adapter_may_read_on(void *cookie)
 {
     return adapter_may_go_on(cookie, "reading", NULL) == FANIN_OK;
 }
@@ -421,18 +307,19 @@ static fanin_status check_digest(adapter *a, int file, const tensor_file *wanted
                                  const char *hex, fanin_error *error)
 {
     digest found;
-    switch (file_digest(file, wanted->layout.file_size, may_read_on, a, &found)) {
-    case FILE_DIGEST_OK:
+    switch (
+        file_digest(file, wanted->layout.file_size, adapter_may_read_on, a, &found)) {
+    case FILE_READ_OK:
         return hex_equal(hex, found.bytes) ? FANIN_OK
                                            : refuse_damaged(a, wanted->name, error);
-    case FILE_DIGEST_SHORT:
+    case FILE_READ_SHORT:
         return refuse_damaged(a, wanted->name, error);
-    case FILE_DIGEST_ERROR:
+    case FILE_READ_ERROR:
         return adapter_io_error(&a->place, errno, "cannot read", wanted->name, NULL,
                                 error);
-    case FILE_DIGEST_STOPPED:
+    case FILE_READ_STOPPED:
         return adapter_may_go_on(a, "reading", error);
-    case FILE_DIGEST_MEMORY:
+    case FILE_READ_MEMORY:
         break;
     }
     return error_set_memory(error);
@@ -447,7 +334,7 @@ static fanin_status check_tensors(adapter *a, int directory, const json_t *root,
     if (!hex || !adapter_identity_bytes(root, wanted->name, &bytes))
         return refuse_damaged(a, wanted->name, error);
     fanin_status status =
-        open_own_file(a, directory, wanted->name, &file, &size, error);
+        adapter_open_file(a, directory, wanted->name, &file, &size, error);
     if (status != FANIN_OK)
         return status;
     bool fits = file >= 0 && size == bytes && size == wanted->layout.file_size;
@@ -521,6 +408,43 @@ static fanin_status first_entry(const adapter *a, int directory,
     return FANIN_OK;
 }
 
+/* The older directory itself is replaced if all of it was made by pulls of this publication. */
+static fanin_status check_replaceable(adapter *a, int directory, const json_t *root,
+                                      const adapter_identity *identity,
+                                      fanin_error *error)
+{
+    char entry[NAME_MAX + 1] = "";
+    const char *publication = json_string_value(json_object_get(root, "publication"));
+    if (strcmp(publication, identity->publication) != 0)
+        return refuse_other(a, root, identity, "another publication", error);
+    DIR *dir = adapter_list(directory);
+    if (!dir)
+        return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
+    for (struct dirent *one; entry[0] == '\0' && (one = readdir(dir)) != NULL;) {
+        if (strcmp(one->d_name, ".") != 0 && strcmp(one->d_name, "..") != 0 &&
+            !adapter_makes_file(one->d_name))
+            snprintf(entry, sizeof entry, "%s", one->d_name);
+    }
+    closedir(dir);
+    if (entry[0] != '\0')
+        return refuse_existing(
+            a, error, "cannot be replaced: '%.100s' in it was made by no pull", entry);
+    a->replaces = true;
+    return FANIN_OK;
+}
+
+/* What differs from what this pull would make is replaced, if that is wanted. */
+static fanin_status compare_or_replace(adapter *a, int directory, const json_t *root,
+                                       const adapter_identity *identity,
+                                       bool *reuse_out, fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = compare_files(a, directory, root, identity, reuse_out, &why);
+    if (status != FANIN_ERR_EXISTS || !adapter_is_old(a, directory))
+        return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
+    return check_replaceable(a, directory, root, identity, error);
+}
+
 /* The directory is ours; it may be empty, and is then replaced. */
 static fanin_status look_inside(adapter *a, int directory, const struct stat *info,
                                 const adapter_identity *identity, bool *reuse_out,
@@ -534,15 +458,16 @@ static fanin_status look_inside(adapter *a, int directory, const struct stat *in
         return refuse_existing(a, error, "cannot be reused: it %s", why);
     char *text;
     size_t size = 0;
-    status =
-        read_small_file(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size, error);
+    status = adapter_read_file(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size,
+                               error);
     json_t *root = text ? adapter_identity_parse(text, size) : NULL;
     free(text);
     if (status == FANIN_OK)
-        status = root ? compare_files(a, directory, root, identity, reuse_out, error)
-                      : refuse_existing(a, error,
-                                        "holds '%.100s' and no readable " IDENTITY_FILE,
-                                        entry);
+        status =
+            root ? compare_or_replace(a, directory, root, identity, reuse_out, error)
+                 : refuse_existing(a, error,
+                                   "holds '%.100s' and no readable " IDENTITY_FILE,
+                                   entry);
     json_decref(root);
     return status;
 }
@@ -566,7 +491,7 @@ static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *e
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error)
 {
-    *reuse_out = false;
+    *reuse_out = a->replaces = false;
     int directory = openat(a->place.parent, a->place.name,
                            O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (directory < 0)

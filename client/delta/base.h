@@ -9,6 +9,7 @@
 #define BASE_H
 
 #include "path/path.h"
+#include <jansson.h>
 #include <pthread.h>
 
 /** Which copy the bytes of one source are of. */
@@ -60,5 +61,14 @@ base_step *base_step_of(const fanin_client *client, const publication *p,
 /** Names the publication and which byte of which box of which source lands where: replicas may
     differ, and another plan may read a box from another one. Zeroes, no memory: like no other. */
 digest base_name(const publication *p, const plan *plan);
+
+/* A directory keeps its base in fanin.json, for another process (base_json.c). */
+
+/** The copies of @p step, and the plan's @p seed: with another one replicas are others. NULL: no
+    memory. */
+json_t *base_json(const base_step *step, uint64_t seed);
+/** Of the step @p step, to be freed; *@p seed: the plan's. NULL: base_json() did not make it, or no
+    memory. */
+base_step *base_of_json(const json_t *json, uint64_t step, uint64_t *seed);
 
 #endif

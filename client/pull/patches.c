@@ -42,8 +42,11 @@ fanin_status pull_choose(pull *p, fanin_error *error)
                                .plan = &p->cache->whole.plan,
                                .announced = p->announced};
     const char *because = whole_because(p);
-    base_step *held = because ? NULL : delta_base_copy(p->destination->base, &p->drops);
+    const destination *d = p->destination;
+    base_step *held = because ? NULL : delta_base_copy(d->base, &p->drops);
     fanin_status status = FANIN_OK;
+    if (!because && !held)
+        because = d->baseless;
     if (!because)
         status = delta_choose(&scene, held, &p->delta, &because, error);
     free(held);
@@ -56,8 +59,20 @@ fanin_status pull_choose(pull *p, fanin_error *error)
     p->result->info.base_step = p->delta->base_step;
     p->result->info.whole_because = NULL;
     plan_detail_readers(scene.plan, p->publication);
-    p->state = PULL_STREAMS;
+    p->state = d->recall ? PULL_RECALL : PULL_STREAMS;
     return FANIN_OK;
+}
+
+fanin_status pull_recall(pull *p, fanin_error *error)
+{
+    const char *because = NULL;
+    fanin_status status =
+        p->destination->recall(p->destination->cookie, &because, error);
+    if (status == FANIN_OK && because)
+        read_whole(p, because);
+    else if (status == FANIN_OK)
+        p->state = PULL_STREAMS;
+    return status;
 }
 
 void pull_patches_begun(pull *p)

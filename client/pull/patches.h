@@ -18,6 +18,8 @@ static inline bool pull_wants_patches(const pull *p)
 
 /** PULL_CHOOSE. Errors as of delta_choose(). */
 fanin_status pull_choose(pull *p, fanin_error *error);
+/** PULL_RECALL. Errors as of the destination's recall. */
+fanin_status pull_recall(pull *p, fanin_error *error);
 /** Leases are there: of the announced copies, or the whole is read. */
 void pull_patches_begun(pull *p);
 /** PULL_PATCHES. Errors as of pull_read(), and FANIN_ERR_PROTOCOL, which names the rank. */
@@ -38,5 +40,7 @@ void pull_writes(pull *p);
 void pull_base_leave(pull *p);
 /** The destination holds what the pull has brought. */
 void pull_base_keep(pull *p);
+/** A directory is to hold it: tells its identity what patches may be applied to later. */
+void pull_base_tell(pull *p);
 
 #endif

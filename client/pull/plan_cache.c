@@ -166,7 +166,7 @@ static fanin_status build_whole(path_plan *plan, fanin_client *client,
     client_work work;
     client_work_start(&work, client, at);
     plan_rules rules = {.dtype = d->dtype,
-                        .seed = client->plan_seed,
+                        .seed = d->seed ? d->seed : client->plan_seed,
                         .keys = &p->wanted,
                         .stop = &work.stop};
     fanin_status status =

@@ -124,8 +124,12 @@ static fanin_status pull_publish(pull *p, fanin_error *error)
     p->identity.transport_checksums = info->transport_checksums;
     /* Before it is published: what is must not fail for want of memory any more. */
     fanin_status status = result_finish(p->result, p->client, p->publication, error);
-    if (status == FANIN_OK && p->destination->publish && !info->reused)
+    if (status == FANIN_OK && p->destination->publish && !info->reused) {
+        pull_base_tell(p);
         status = p->destination->publish(p->destination->cookie, &p->identity, error);
+        json_decref(p->identity.base);
+        p->identity.base = NULL;
+    }
     if (p->destination->publish)
         span_of_call(p->client, TRACE_PUBLISH, clock, status, NULL);
     info->write_ns += clock_ns() - clock;
@@ -169,6 +173,7 @@ static const struct {
     [PULL_RANGES] = {pull_ranges, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
     [PULL_PATHS] = {pull_paths, NO_LEASE, TRACE_PATHS, TIME(connect_ns)},
     [PULL_CHOOSE] = {pull_choose, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
+    [PULL_RECALL] = {pull_recall, NO_LEASE, TRACE_WRITE, TIME(write_ns)},
     [PULL_ROOM] = {.run = pull_room, .holds = NO_LEASE},
     [PULL_DETAIL] = {pull_detail, NO_LEASE, TRACE_PLAN, TIME(plan_ns)},
     [PULL_STREAMS] = {pull_streams, NO_LEASE, TRACE_CONNECT, TIME(connect_ns)},

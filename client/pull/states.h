@@ -28,6 +28,7 @@ typedef enum pull_state {
     PULL_PATHS,  /**< that ranks are read by */
     /* patches.c */
     PULL_CHOOSE, /**< whether patches are read, or the whole */
+    PULL_RECALL, /**< the destination gets what they are applied to */
     /* ready.c */
     PULL_ROOM,    /**< where the bytes land */
     PULL_DETAIL,  /**< what the paths read by */

@@ -11,6 +11,9 @@
 typedef struct adapter_destination {
     adapter *adapter;
     destination for_pull;
+    uint64_t seed; /* of the plan that the older directory was pulled by; 0: none */
+    delta_base *base;
+    const char *baseless;
     bool prepared;
     digest prepared_for;
     const char *publication;
@@ -22,8 +25,9 @@ typedef struct adapter_destination {
 /* The rest follows from key table and dtype. */
 static digest layout(void *cookie)
 {
-    uint64_t file_bytes = ((adapter_destination *)cookie)->file_bytes;
-    return file_bytes ? digest_of(&file_bytes, sizeof file_bytes) : (digest){{0}};
+    const adapter_destination *a = cookie;
+    const uint64_t from[] = {a->file_bytes, a->seed};
+    return a->file_bytes ? digest_of(from, sizeof from) : (digest){{0}};
 }
 
 static fanin_status prepare(void *cookie, const key_table *keys,
@@ -100,6 +104,11 @@ static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
     return FANIN_OK;
 }
 
+static fanin_status recall_older(void *cookie, const char **because, fanin_error *error)
+{
+    return adapter_recall(((adapter_destination *)cookie)->adapter, because, error);
+}
+
 static bool is_cancelled(void *cookie)
 {
     return atomic_load(&((fanin_client *)cookie)->cancelled);
@@ -154,7 +163,11 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
                                 .restart = restart,
                                 .publish = publish,
                                 .ranges = ranges,
-                                .dtype = options->dtype};
+                                .dtype = options->dtype,
+                                .base = a->base,
+                                .recall = recall_older,
+                                .baseless = a->baseless,
+                                .seed = a->seed};
     a->publication = options->publication;
     a->max_bytes = options->max_bytes;
     adapter_convert(a->adapter, options->dtype);
@@ -169,6 +182,45 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
     if (!a->for_pull.leak)
         adapter_close(&a->adapter);
     return status;
+}
+
+/* What patches may be applied to, as fanin.json says. NULL: *because. */
+static base_step *find_base(const json_t *root, const fanin_pull_options *options,
+                            uint64_t *seed, const char **because)
+{
+    const char *publication = json_string_value(json_object_get(root, "publication"));
+    const json_t *step = json_object_get(root, "step");
+    base_step *found = NULL;
+    *because = NULL;
+    if (strcmp(publication, options->publication) != 0)
+        *because = "the older directory is of another publication";
+    else if (json_object_get(root, "dtype"))
+        *because = "the older directory was converted to another dtype";
+    else
+        found = base_of_json(json_object_get(root, "delta_base"),
+                             (uint64_t)json_integer_value(step), seed);
+    if (!found && !*because)
+        *because = "the older directory does not say which copies it is of";
+    return found;
+}
+
+/* What comes of it has to have the ranks' digests. */
+static fanin_status begin_with_older(adapter_destination *a,
+                                     fanin_pull_options *options, fanin_error *error)
+{
+    json_t *root = NULL;
+    base_step *step = NULL;
+    options->deltas = options->verify = true;
+    a->base = delta_base_create();
+    if (!a->base)
+        return error_set_memory(error);
+    adapter_begin_with(a->adapter, options->delta_from, &root, &a->baseless);
+    if (root)
+        step = find_base(root, options, &a->seed, &a->baseless);
+    if (step)
+        delta_base_set(a->base, step, 0);
+    json_decref(root);
+    return FANIN_OK;
 }
 
 /* @p model: the kind of directory. */
@@ -190,11 +242,18 @@ static fanin_status open_and_pull(fanin_client *client,
         a.file_bytes =
             checked.max_file_bytes ? checked.max_file_bytes : MODEL_FILE_BYTES;
         adapter_make_model(a.adapter, a.file_bytes);
+        if (checked.delta_from)
+            status = begin_with_older(&a, &checked, error);
     } else {
         adapter_offer_spare(a.adapter, &client->spare);
         adapter_keep_layout(a.adapter, &client->layout);
     }
-    return pull_into(client, &checked, at, &a, result_out, error);
+    if (status == FANIN_OK)
+        status = pull_into(client, &checked, at, &a, result_out, error);
+    else
+        adapter_close(&a.adapter);
+    delta_base_release(a.base);
+    return status;
 }
 
 static fanin_status pull_directory(fanin_client *client,

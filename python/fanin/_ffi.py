@@ -301,6 +301,7 @@ class PullOptions(Structure):
         ("max_file_bytes", c_uint64),
         ("rank_progress", RankProgressFn),
         ("deltas", c_bool),
+        ("delta_from", c_char_p),
     ]
 
 

@@ -215,6 +215,7 @@ class Client(Puller):
         trust_config: bool = False,
         max_bytes: int | None = None,
         verify: bool = False,
+        delta_from: str | os.PathLike[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
         rank_progress: Callable[[PullProgress], None] | None = None,
     ) -> PullResult:
@@ -224,7 +225,7 @@ class Client(Puller):
         model-00001-of-0000N.safetensors and so on with model.safetensors.index.json; config.json
         if the trainer publishes one (metadata "config"); fanin.json. Tensors keep the names under
         which they are published. *directory* must not exist, be empty, or hold the same step of
-        the same world in the same files, as with :meth:`pull_adapter`.
+        the same world in the same files, as with :meth:`pull_adapter`; or be *delta_from*.
 
         The other parameters and what is raised: as :meth:`pull_adapter`.
 
@@ -237,6 +238,10 @@ class Client(Puller):
                 name code to load. Otherwise they are left out, and logged.
             max_bytes: refuse a larger model before anything is made; None: as large as there is
                 room for.
+            delta_from: a directory that such a call has made of an earlier step: its files are
+                copied, and what has changed since is read, if the trainer keeps that (*deltas* of
+                :meth:`fanin.Server.commit`); otherwise the whole, and ``whole_because`` says why.
+                The ranks' digests prove the result. The directory itself: it is replaced.
         """
         name = publication_of(run)
         if isinstance(run, int) or ":" not in run:
@@ -249,6 +254,8 @@ class Client(Puller):
             if max_file_bytes == 0:
                 raise RequestError.make("max_file_bytes is 0", "leave it out: 5 GB")
         options.verify = verify
+        if delta_from is not None:
+            options.delta_from = _path(delta_from)
         into = self._library.fanin_client_pull_model, _path(directory)
         return self._pull("pull_model", options, (progress, rank_progress), lambda: into)
 

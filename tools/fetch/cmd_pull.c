@@ -15,7 +15,7 @@
 #include <stdio.h>
 
 typedef struct pull_options {
-    char *out, *dtype;
+    char *out, *dtype, *delta_from;
     const char *directory; /**< --out, or the word behind the run */
     long long step, min_step, max_bytes, max_file_bytes;
     int prove, max_attempts, spare_file, trust_config, verify, progress;
@@ -40,6 +40,20 @@ static int demand_pattern(session *s, check_pattern *out)
     return 0;
 }
 
+static void tell_delta(const fanin_result_info *info, const char *from)
+{
+    if (info->whole_because != NULL) {
+        terminal_print("%-9s nothing of %s was used: %s", "delta", from,
+                       info->whole_because);
+    } else {
+        terminal_print("%-9s %s of patches since step %" PRIu64
+                       ", %.1f %% of the whole",
+                       "delta", output_bytes(info->patch_bytes).s, info->base_step,
+                       100.0 * (double)info->patch_bytes /
+                           (double)(info->bytes > 0 ? info->bytes : 1));
+    }
+}
+
 static int pull_tell(const session *s, const common_options *common,
                      const pull_options *o, const fanin_result_info *info,
                      uint64_t checked)
@@ -48,6 +62,13 @@ static int pull_tell(const session *s, const common_options *common,
         json_t *object = report_json(info);
         output_set(object, "publication", output_string(s->publication), "directory",
                    output_string(o->directory), NULL);
+        if (o->delta_from != NULL && !info->reused) {
+            bool whole = info->whole_because != NULL;
+            output_set(object, "base_step",
+                       whole ? json_null() : output_u64(info->base_step), "patch_bytes",
+                       output_u64(info->patch_bytes), "whole_because",
+                       whole ? output_string(info->whole_because) : json_null(), NULL);
+        }
         if (o->prove) {
             output_set(object, "pattern", output_string("equal"), "pattern_bytes",
                        output_u64(checked), NULL);
@@ -61,6 +82,9 @@ static int pull_tell(const session *s, const common_options *common,
                        : "");
     terminal_print("%-9s %s", "run", s->run);
     report_print(info);
+    if (o->delta_from != NULL && !info->reused) {
+        tell_delta(info, o->delta_from);
+    }
     if (o->prove) {
         printf("%-9s all %" PRIu64 " bytes are those of step %" PRIu64 "\n", "pattern",
                checked, info->step);
@@ -135,6 +159,7 @@ static int pull_target(session *s, const common_options *common, const pull_opti
     options.max_bytes = (uint64_t)o->max_bytes;
     options.max_file_bytes = (uint64_t)o->max_file_bytes;
     options.verify = o->verify != 0;
+    options.delta_from = o->delta_from;
     options.rank_progress = pull_on_progress;
     options.progress_cookie = &telling;
     if (o->step >= 0) {
@@ -181,6 +206,9 @@ static int pull_check_usage(const session *s, const invocation *line, pull_optio
     bool model = options_is_model(s->publication);
     const char *alien =
         options_given(&line->parsed, model ? "spare-file" : "max-file-bytes");
+    if (!model && o->delta_from != NULL) {
+        alien = "delta-from";
+    }
     if (alien != NULL) {
         return failure_usage(self->name, "--%s is for %s, not for %s", alien,
                              model ? "adapters" : "models (full:R)", s->publication);
@@ -249,6 +277,11 @@ static int pull_command(const command *self, int argc, const char **argv)
          "bytes of tensors in one file of a model (default 5000000000)", "N"},
         {"verify", 0, POPT_ARG_NONE, &o.verify, 0,
          "compare with digests that the ranks make under their leases", NULL},
+        {"delta-from", 0, POPT_ARG_STRING, &o.delta_from, 0,
+         "read what has changed since a pull of a model into OLD, which may be DIR: it "
+         "is "
+         "then replaced",
+         "OLD"},
         {"progress", 0, POPT_ARG_NONE, &o.progress, 0,
          "with --json: before the result, a line a second of what each rank has "
          "brought",
@@ -272,6 +305,8 @@ const command cmd_pull = {
         "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out "
         "adapter-100\n"
         "  nixl-fetch pull nixl_info.json full:0 /data/me/model-100 --step 100\n"
+        "  nixl-fetch pull nixl_info.json full:0 /data/me/model --delta-from "
+        "/data/me/model\n"
         "\n"
         "Makes DIR with adapter_model.safetensors, adapter_config.json and "
         "fanin.json,\n"

@@ -319,6 +319,14 @@ typedef struct fanin_pull_options {
         at most half of the whole. progress counts their bytes; bytes_total grows when their
         sizes are known. Other calls ignore it */
     bool deltas;
+    /** fanin_client_pull_model(): a directory that such a call with delta_from has made, of an
+        earlier step. The pull copies its files and reads what has changed since, as deltas and
+        verify say; base_step and whole_because tell what became of it. It reads the whole as well
+        if nothing is there, or what is there was damaged, is another model's or another user's.
+        If it is the directory to be made, the new one replaces it at one moment
+        (FANIN_ERR_EXISTS: it is of another publication, or has files that no pull has made).
+        fanin.json then tells what a later pull begins with. NULL (default): none */
+    const char *delta_from;
 } fanin_pull_options;
 
 /** Defaults. @p size is the caller's sizeof(fanin_pull_options); never writes past it. */

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* An older directory, whose files are what patches are applied to. Nothing in it is written. It
+   counts only as far as no other user can have made it: the ranks' digests, which what comes of it
+   has to have, protect from damage, not from who makes bytes for them. */
+#include "adapter/adapter_internal.h"
+
+#include "error_set.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+bool adapter_is_old(const adapter *a, int directory)
+{
+    struct stat old, other;
+    return a->old >= 0 && fstat(a->old, &old) == 0 && fstat(directory, &other) == 0 &&
+           old.st_dev == other.st_dev && old.st_ino == other.st_ino;
+}
+
+/* NULL: it is a directory of this user alone. */
+static const char *open_old(adapter *a, const char *directory)
+{
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    a->old = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (a->old < 0)
+        return errno == ENOENT ? "there is no older directory"
+                               : "the older directory cannot be opened";
+    if (fstat(a->old, &info) != 0 || ownership_doubtful(&info, why))
+        return "the older directory may be written by other users";
+    return NULL;
+}
+
+void adapter_begin_with(adapter *a, const char *directory, json_t **out,
+                        const char **because)
+{
+    char *text = NULL;
+    size_t size = 0;
+    *out = NULL;
+    *because = open_old(a, directory);
+    if (*because)
+        return;
+    if (adapter_read_file(a, a->old, IDENTITY_FILE, IDENTITY_MAX, &text, &size, NULL) ==
+            FANIN_OK &&
+        text)
+        *out = adapter_identity_parse(text, size);
+    free(text);
+    if (!*out)
+        *because = "the older directory has no readable fanin.json";
+}
+
+/* Whether the file at hand begins with the header of the one to be made. */
+static bool has_header(int file, const safetensors_layout *layout)
+{
+    uint8_t *header = malloc(layout->header_size);
+    bool same = header && file_read(file, header, layout->header_size, 0) &&
+                memcmp(header, layout->header, layout->header_size) == 0;
+    free(header);
+    return same;
+}
+
+static fanin_status copy_tensors(adapter *a, size_t index, int file,
+                                 const char **because, fanin_error *error)
+{
+    const tensor_file *made = &a->files.files[index];
+    uint64_t header = made->layout.header_size, size = made->layout.file_size;
+    fanin_status status = adapter_need(a, made->at, size, error);
+    if (status != FANIN_OK)
+        return status;
+    switch (file_copy(file, header, size - header,
+                      a->mapped[index].memory.base + header, adapter_may_read_on, a)) {
+    case FILE_READ_STOPPED:
+        return adapter_may_go_on(a, "copying the older directory for", error);
+    case FILE_READ_MEMORY:
+        return error_set_memory(error);
+    case FILE_READ_SHORT:
+    case FILE_READ_ERROR:
+        *because = "a file of the older directory cannot be read";
+        break;
+    case FILE_READ_OK:
+        break;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status recall_file(adapter *a, size_t index, const char **because,
+                                fanin_error *error)
+{
+    const tensor_file *made = &a->files.files[index];
+    uint64_t size = 0;
+    int file = -1;
+    fanin_status status = FANIN_OK;
+    if (adapter_open_file(a, a->old, made->name, &file, &size, NULL) != FANIN_OK)
+        *because = "a file of the older directory cannot be read";
+    else if (file < 0 || size != made->layout.file_size ||
+             !has_header(file, &made->layout))
+        *because = "the older directory has not the files that are to be made";
+    else
+        status = copy_tensors(a, index, file, because, error);
+    if (file >= 0)
+        close(file);
+    return status;
+}
+
+fanin_status adapter_recall(adapter *a, const char **because, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    *because = NULL;
+    for (size_t i = 0;
+         i < a->n_mapped && !a->recalled && !*because && status == FANIN_OK; i++)
+        status = recall_file(a, i, because, error);
+    a->recalled = status == FANIN_OK && !*because;
+    return status;
+}
