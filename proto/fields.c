@@ -118,7 +118,9 @@ TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
       I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED),
       OPTIONAL_NUMBER(9, FIELD_U64, msg_list_entry, state_age_ms, UINT64_MAX),
       OPTIONAL_NUMBER(10, FIELD_U64, msg_list_entry, commit_age_ms, UINT64_MAX),
-      OPTIONAL_NUMBER(11, FIELD_U64, msg_list_entry, taken_back, UINT64_MAX));
+      OPTIONAL_NUMBER(11, FIELD_U64, msg_list_entry, taken_back, UINT64_MAX),
+      OPTIONAL_NUMBER(12, FIELD_U64, msg_list_entry, patches, UINT64_MAX),
+      OPTIONAL_NUMBER(13, FIELD_U64, msg_list_entry, patch_bytes, UINT64_MAX));
 
 #define COUNT(key, type, member)                                                       \
     OPTIONAL_NUMBER(key, FIELD_U64, type, member, UINT64_MAX)

@@ -99,6 +99,7 @@ typedef struct msg_list_entry {
     /** since it has this state, since the last commit; rounded up, 0: not known */
     uint64_t state_age_ms, commit_age_ms;
     uint64_t taken_back; /**< 1 and the last step that was withdrawn; 0: none */
+    uint64_t patches, patch_bytes; /**< how many there are, and bytes of the newest */
 } msg_list_entry;
 
 typedef struct msg_blob_request { /* MSG_KEYS, MSG_BOXES, MSG_REGIONS */

@@ -301,6 +301,8 @@ static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
             .state_age_ms = e->state_age_ms,
             .commit_age_ms = e->commit_age_ms,
             .taken_back = e->taken_back,
+            .patches = e->patches,
+            .patch_bytes = e->patch_bytes,
         };
         memcpy(info.key_digest, e->key_digest, sizeof info.key_digest);
         if (!fn(cookie, &info))

@@ -380,6 +380,8 @@ class PublicationInfo(Structure):
         ("state_age_ms", c_uint64),
         ("commit_age_ms", c_uint64),
         ("taken_back", c_uint64),
+        ("patches", c_uint64),
+        ("patch_bytes", c_uint64),
     ]
 
 

@@ -6,6 +6,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "guests/peer.h"
+#include "publish/patches.h"
 #include "publish/publication.h"
 #include "shards/arena.h"
 #include "shards/registration.h"
@@ -23,6 +24,7 @@
 
 static void fill_entry(const session *s, msg_list_entry *e, const publication *p)
 {
+    patch_offers patches;
     memset(e, 0, sizeof *e);
     memcpy(e->publication, p->name, sizeof p->name);
     e->step = p->step;
@@ -38,6 +40,10 @@ static void fill_entry(const session *s, msg_list_entry *e, const publication *p
     e->tensors = p->catalog->n_keys;
     e->bytes = p->catalog->bytes;
     memcpy(e->key_digest, p->catalog->key_digest.bytes, sizeof e->key_digest);
+    patches_tell(p, &patches);
+    e->patches = patches.count;
+    if (patches.count > 0)
+        e->patch_bytes = patches.directory_bytes + patches.patches[0].bytes;
 }
 
 fanin_status handle_list(session *s, uint64_t request, body *in)

@@ -425,6 +425,25 @@ def test_the_command(trainer: Trainer, tmp_path: Path) -> None:
     assert "base_step" not in json.loads(run(trainer, tmp_path / "plain", "--json"))
 
 
+def test_the_list(trainer: Trainer, old: Path) -> None:
+    words = [
+        local_world.nixl_fetch(),
+        "list",
+        ",".join(local_world.addresses(trainer.ranks)),
+    ]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert "run full:0: deltas lead 1 step back; the last has 1." in told.stdout
+    trainer.commit()
+    told = subprocess.run(
+        [*words, "--json"], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    for rank in json.loads(told.stdout)["runs"][0]["ranks"]:
+        assert rank["patches"] == 2
+        assert 0 < rank["patch_bytes"] < rank["bytes"] / 10
+    with local_world.client_of(trainer.ranks) as client:
+        assert client.pull_model(RUN, old, delta_from=old, timeout=PATIENCE).patch_bytes > 0
+
+
 def test_killed(trainer: Trainer, old: Path) -> None:
     """At any moment: the directory is of one step or the next, whole."""
     rounds = np.linspace(0, 0.06, 25)

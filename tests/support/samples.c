@@ -93,7 +93,9 @@ static void add_lists(samples *s)
          .state = WIRE_STATE_STABLE,
          .state_age_ms = 1500,
          .commit_age_ms = 2500,
-         .taken_back = 41},
+         .taken_back = 41,
+         .patches = 4,
+         .patch_bytes = 1677721},
         {.publication = "lora:eval", .state = WIRE_STATE_UNPUBLISHED}};
     fill(entries[0].key_digest, 0x50);
     encode_list(add(s, "list_all"), SAMPLE_REQUEST, NULL);

@@ -361,6 +361,24 @@ static void print_metadata(const char *name, json_t *metadata)
     }
 }
 
+/* What a reader of the step before reads of all ranks, and from how far back one may come. */
+static void print_patches(const view *items, size_t count)
+{
+    uint64_t steps = items[0].is.patches, bytes = 0,
+             whole = list_bytes_of(items, count);
+    for (size_t i = 0; i < count; i++) {
+        steps = items[i].is.patches < steps ? items[i].is.patches : steps;
+        bytes += items[i].is.patch_bytes;
+    }
+    if (steps > 0 && whole > 0) {
+        terminal_print("run %s: deltas lead %" PRIu64
+                       " step%s back; the last has %.1f %% "
+                       "of the bytes",
+                       options_run_of(items[0].name), steps, steps > 1 ? "s" : "",
+                       100.0 * (double)bytes / (double)whole);
+    }
+}
+
 static json_t *group_json(const view *items, size_t count, const missing *m,
                           json_t *metadata)
 {
@@ -373,15 +391,17 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
     for (size_t i = 0; i < count; i++) {
         const fanin_publication_info *v = &items[i].is;
         json_array_append_new(
-            ranks, output_object(
-                       "rank", output_u64(v->rank), "state",
-                       output_string(rank_state_name(v->state)), "step",
-                       output_u64(v->step), "epoch", output_u64(v->epoch),
-                       "catalog_version", output_u64(v->catalog_version), "tensors",
-                       output_u64(v->tensors), "bytes", output_u64(v->bytes),
-                       "state_age_ns", output_age_ns(v->state_age_ms), "commit_age_ns",
-                       output_age_ns(v->commit_age_ms), "key_digest",
-                       output_digits(v->key_digest, sizeof v->key_digest), NULL));
+            ranks,
+            output_object("rank", output_u64(v->rank), "state",
+                          output_string(rank_state_name(v->state)), "step",
+                          output_u64(v->step), "epoch", output_u64(v->epoch),
+                          "catalog_version", output_u64(v->catalog_version), "tensors",
+                          output_u64(v->tensors), "bytes", output_u64(v->bytes),
+                          "patches", output_u64(v->patches), "patch_bytes",
+                          output_u64(v->patch_bytes), "state_age_ns",
+                          output_age_ns(v->state_age_ms), "commit_age_ns",
+                          output_age_ns(v->commit_age_ms), "key_digest",
+                          output_digits(v->key_digest, sizeof v->key_digest), NULL));
     }
     return output_object("publication", output_string(items[0].name), "run",
                          output_string(options_run_of(items[0].name)), "state",
@@ -406,6 +426,7 @@ static void print_runs(const views *v, const missing *m, const json_t *metadata)
     for (size_t i = 0; i < v->count; i = group_end(v, i)) {
         const char *name = v->items[i].name;
         print_metadata(name, json_object_get(metadata, name));
+        print_patches(&v->items[i], group_end(v, i) - i);
     }
     missing_print(m);
 }

@@ -724,6 +724,9 @@ typedef struct fanin_publication_info {
     /** 1 and the last step that was withdrawn (fanin_server_withdraw()), whatever came since. 0:
         none. By it a step that was wrong differs from one whose next update was aborted */
     uint64_t taken_back;
+    /** how many steps the patches of this rank lead back (fanin_commit_options.deltas), and bytes
+        of the newest. 0: it keeps none, or it is an older rank */
+    uint64_t patches, patch_bytes;
 } fanin_publication_info;
 enum {
     FANIN_PUBLICATION_UNPUBLISHED = 0,
