@@ -1,24 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/patch_maker.h"
+#include "array.h"
 #include "patch.h"
 
 #include <endian.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define WORD 2
-#define GROUP 4 /* words that are compared in one go */
-#define GROUP_BYTES ((uint64_t)(GROUP * WORD))
-#define GROUPS 256 /* that are looked at before those that differ are taken apart */
+#define BLOCKS 256 /* that are looked at before those that differ are taken apart */
 
-/* A changed word: its place in the segment in the low half, the word's bytes in the high one. */
-typedef uint32_t change;
-
-/* Changes of one segment, ascending, in the maker's log. */
+/* Changes of one segment, ascending, in the maker's log: places, then words. */
 typedef struct run {
     uint64_t segment, at;
-    uint32_t place, count; /* place: the first one's */
+    uint32_t first, count; /* first: the first one's place */
 } run;
 
 struct patch_finds {
@@ -27,14 +26,14 @@ struct patch_finds {
     uint8_t half_byte;
     uint64_t half, segment;
     uint32_t count;
-    change changes[PATCH_WORDS]; /* what is behind `count` is written, too */
+    uint16_t places[PATCH_WORDS], words[PATCH_WORDS]; /* as they are packed */
 };
 
 struct patch_maker {
     const uint8_t *before;
     uint64_t segments;
-    uint64_t room, n_runs_most; /* of the log, and of the runs */
-    change *log;
+    uint64_t room, n_runs_most; /* of the log in changes, and of the runs */
+    uint8_t *log;
     run *runs;
     atomic_uint_fast64_t used, n_runs;
     atomic_bool over;
@@ -42,71 +41,99 @@ struct patch_maker {
 
 /* ----------------------------------------------------------------- compare */
 
-static change change_of(uint32_t place, uint16_t word)
+/* A block is what is compared in one go: BLOCK words. What differs in it has BITS bits a word, the
+   first word's being the lowest; those of words that are equal are 0. */
+#ifdef __SSE2__
+#define BLOCK 32
+#define BITS 1
+#define AHEAD 4096 /* bytes that are fetched ahead: the CPU does not beyond a page */
+
+static __m128i equal_words(const uint8_t *before, const uint8_t *after)
 {
-    return place | (uint32_t)word << 16;
+    return _mm_cmpeq_epi16(_mm_loadu_si128((const __m128i *)(const void *)before),
+                           _mm_loadu_si128((const __m128i *)(const void *)after));
 }
 
-static uint16_t read_word(const uint8_t *at)
+static uint64_t find_in_block(const uint8_t *before, const uint8_t *after)
 {
-    uint16_t word;
-    memcpy(&word, at, sizeof word);
-    return word;
+    __builtin_prefetch(before + AHEAD);
+    __m128i low = _mm_packs_epi16(equal_words(before, after),
+                                  equal_words(before + 16, after + 16)),
+            high = _mm_packs_epi16(equal_words(before + 32, after + 32),
+                                   equal_words(before + 48, after + 48));
+    return ~((uint32_t)_mm_movemask_epi8(low) | (uint32_t)_mm_movemask_epi8(high)
+                                                    << (BLOCK / 2));
+}
+#else
+#define BLOCK 4
+#define BITS 16
+
+static uint64_t find_in_block(const uint8_t *before, const uint8_t *after)
+{
+    uint64_t one, other;
+    memcpy(&one, before, sizeof one);
+    memcpy(&other, after, sizeof other);
+    return le64toh(one ^ other);
+}
+#endif
+#define BLOCK_BYTES ((uint64_t)(BLOCK * WORD))
+#define ONE_WORD ((UINT64_C(1) << BITS) - 1)
+
+static void note_word(patch_finds *f, uint32_t place, const uint8_t *word)
+{
+    f->places[f->count] = htole16((uint16_t)place);
+    memcpy(&f->words[f->count++], word, WORD);
 }
 
-/* Without a branch that depends on the bytes: where some of them change none can be foreseen. */
-static uint32_t find_in_words(const uint8_t *before, const uint8_t *after,
-                              uint32_t place, uint32_t words, change *out)
+/* Of the block that begins with the word at @p place. */
+static void note_block(patch_finds *f, uint32_t place, const uint8_t *after,
+                       uint64_t differs)
 {
-    uint32_t n = 0;
-    for (uint32_t i = 0; i < words; i++) {
-        uint16_t word = read_word(after + WORD * i);
-        out[n] = change_of(place + i, word);
-        n += word != read_word(before + WORD * i);
+    while (differs != 0) {
+        uint32_t i = (uint32_t)__builtin_ctzll(differs) / BITS;
+        note_word(f, place + i, after + (size_t)WORD * i);
+        differs &= ~(ONE_WORD << BITS * i);
     }
-    return n;
 }
 
-static uint32_t list_groups(const uint8_t *before, const uint8_t *after, uint32_t n,
-                            uint16_t *out)
+/* Which blocks differ is written down without a branch: where some of them do none can be
+   foreseen. */
+static void find_in_blocks(patch_finds *f, const uint8_t *before, const uint8_t *after,
+                           uint32_t place, uint32_t n)
 {
-    uint32_t differ = 0;
+    uint64_t differs[BLOCKS];
+    uint32_t which[BLOCKS], found = 0;
     for (uint32_t i = 0; i < n; i++) {
-        uint64_t one, other;
-        memcpy(&one, before + GROUP_BYTES * i, sizeof one);
-        memcpy(&other, after + GROUP_BYTES * i, sizeof other);
-        out[differ] = (uint16_t)i;
-        differ += one != other;
+        uint64_t at = BLOCK_BYTES * i;
+        differs[found] = find_in_block(before + at, after + at);
+        which[found] = i;
+        found += differs[found] != 0;
     }
-    return differ;
+    for (uint32_t i = 0; i < found; i++)
+        note_block(f, place + BLOCK * which[i], after + BLOCK_BYTES * which[i],
+                   differs[i]);
 }
 
 /* Of one segment: so many bytes, the first word being the one at @p place. */
-static uint32_t find_in_bytes(const uint8_t *before, const uint8_t *after,
-                              uint32_t place, uint64_t bytes, change *out)
+static void find_in_bytes(patch_finds *f, const uint8_t *before, const uint8_t *after,
+                          uint32_t place, uint64_t bytes)
 {
-    uint16_t differ[GROUPS];
-    uint32_t n = 0;
-    while (bytes >= GROUP_BYTES) {
-        uint64_t all = bytes / GROUP_BYTES;
-        uint32_t groups = all < GROUPS ? (uint32_t)all : GROUPS;
-        uint32_t found = list_groups(before, after, groups, differ);
-        for (uint32_t i = 0; i < found; i++)
-            n += find_in_words(before + GROUP_BYTES * differ[i],
-                               after + GROUP_BYTES * differ[i],
-                               place + GROUP * differ[i], GROUP, out + n);
-        before += GROUP_BYTES * groups;
-        after += GROUP_BYTES * groups;
-        place += GROUP * groups;
-        bytes -= GROUP_BYTES * groups;
+    while (bytes >= BLOCK_BYTES) {
+        uint64_t all = bytes / BLOCK_BYTES;
+        uint32_t blocks = all < BLOCKS ? (uint32_t)all : BLOCKS;
+        find_in_blocks(f, before, after, place, blocks);
+        before += BLOCK_BYTES * blocks;
+        after += BLOCK_BYTES * blocks;
+        place += BLOCK * blocks;
+        bytes -= BLOCK_BYTES * blocks;
     }
-    uint32_t words = (uint32_t)bytes / WORD;
-    n += find_in_words(before, after, place, words, out + n);
-    if (bytes % WORD == 0 || before[bytes - 1] == after[bytes - 1])
-        return n;
-    const uint8_t half[WORD] = {after[bytes - 1]};
-    out[n++] = change_of(place + words, read_word(half));
-    return n;
+    for (; bytes >= WORD; bytes -= WORD, before += WORD, after += WORD, place++) {
+        if (memcmp(before, after, WORD) != 0)
+            note_word(f, place, after);
+    }
+    const uint8_t half[WORD] = {bytes > 0 ? *after : 0};
+    if (bytes > 0 && *before != *after)
+        note_word(f, place, half);
 }
 
 /* ------------------------------------------------------------------- finds */
@@ -125,7 +152,7 @@ patch_maker *patch_maker_open(const uint8_t *before, uint64_t length,
     m->room = (most - directory) / PATCH_CHANGE;
     m->n_runs_most = m->segments + stretches;
     /* Pages that are never written take no memory. */
-    m->log = malloc((m->room + 1) * sizeof *m->log);
+    m->log = array_large(m->room + 1, PATCH_CHANGE);
     m->runs = malloc((m->n_runs_most + 1) * sizeof *m->runs);
     if (m->log && m->runs)
         return m;
@@ -167,8 +194,10 @@ static void move_to_log(patch_maker *m, patch_finds *f)
         atomic_store(&m->over, true);
         return;
     }
-    memcpy(m->log + at, f->changes, count * sizeof *f->changes);
-    m->runs[index] = (run){f->segment, at, f->changes[0] & 0xffff, count};
+    uint8_t *to = m->log + PATCH_CHANGE * at;
+    memcpy(to, f->places, (size_t)WORD * count);
+    memcpy(to + (size_t)WORD * count, f->words, (size_t)WORD * count);
+    m->runs[index] = (run){f->segment, PATCH_CHANGE * at, le16toh(f->places[0]), count};
 }
 
 void patch_finds_close(patch_finds *f)
@@ -193,8 +222,7 @@ static void find_words(patch_maker *m, patch_finds *f, uint64_t at,
         if (segment != f->segment)
             move_to_log(m, f);
         f->segment = segment;
-        f->count += find_in_bytes(m->before + at, after, (uint32_t)inside / WORD, size,
-                                  f->changes + f->count);
+        find_in_bytes(f, m->before + at, after, (uint32_t)inside / WORD, size);
         at += size;
         after += size;
         length -= size;
@@ -242,22 +270,20 @@ static int order_runs(const void *a, const void *b)
     const run *one = a, *other = b;
     if (one->segment != other->segment)
         return one->segment < other->segment ? -1 : 1;
-    return one->place < other->place ? -1 : one->place > other->place;
+    return one->first < other->first ? -1 : one->first > other->first;
 }
 
 /* A segment's places, then its words, from @p n runs. Where they end. */
 static uint8_t *pack_segment(const patch_maker *m, const run *runs, uint64_t n,
                              uint32_t count, uint8_t *out)
 {
-    uint8_t *words = out + (uint64_t)WORD * count;
+    uint8_t *words = out + (size_t)WORD * count;
     for (uint64_t i = 0; i < n; i++) {
-        const change *found = m->log + runs[i].at;
-        for (uint32_t j = 0; j < runs[i].count; j++, out += WORD, words += WORD) {
-            uint16_t place = htole16((uint16_t)found[j]),
-                     word = (uint16_t)(found[j] >> 16);
-            memcpy(out, &place, WORD);
-            memcpy(words, &word, WORD);
-        }
+        size_t size = (size_t)WORD * runs[i].count;
+        memcpy(out, m->log + runs[i].at, size);
+        memcpy(words, m->log + runs[i].at + size, size);
+        out += size;
+        words += size;
     }
     return words;
 }
