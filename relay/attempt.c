@@ -364,7 +364,7 @@ static void note_owing(attempt *a)
 }
 
 /* The threads have ended, and said what they know. */
-static fanin_status missing_at_end(const attempt *a, fanin_error *error)
+static fanin_status missing_at_end(const attempt *a, size_t missing, fanin_error *error)
 {
     const parts *p = &a->relay->parts;
     const fanin_error *why = &a->why_gone;
@@ -386,7 +386,7 @@ static fanin_status missing_at_end(const attempt *a, fanin_error *error)
     return error_set(error, FANIN_ERR_TIMEOUT, &place,
                      "the deadline passed%s with %zu of %zu units of step %" PRIu64
                      " missing (%s%s%s%s)",
-                     before, schedule_left(a->schedule), p->n_units, a->step,
+                     before, missing, p->n_units, a->step,
                      has_why ? "the trainer: " : "", why->message,
                      has_why && a->owing ? "; " : "", has_why && !a->owing ? "" : who);
 }
@@ -402,16 +402,15 @@ static bool are_answers_awaited(const attempt *a)
     return false;
 }
 
-/* Whether the trainer has gone on, and the others do not hold all that is left. Without a reason it
-   has not: its time has run out. Lock held. */
+/* Whether the trainer does not serve the step any more, and the others do not hold all that is
+   left. Lock held. */
 static bool is_step_gone(const attempt *a)
 {
     bool last = a->options->rule == FANIN_STEP_EXACT ||
                 a->why_gone.status == FANIN_ERR_UNREACHABLE ||
                 a->why_gone.status == FANIN_ERR_PAUSED;
     uint64_t grace = 0, since = a->gone_ns;
-    if (!a->origin_gone || a->why_gone.status == FANIN_OK ||
-        schedule_without_origin(a->schedule))
+    if (!a->origin_gone || schedule_without_origin(a->schedule))
         return false;
     if (are_answers_awaited(a)) {
         grace = last ? HEAR_LAST_NS : HEAR_NS;
@@ -422,16 +421,14 @@ static bool is_step_gone(const attempt *a)
     return clock_ns() - since >= grace;
 }
 
-/* What is to be returned now; FANIN_OK with *over false: it goes on. FANIN_ERR_TIMEOUT: the error
-   is to be made by missing_at_end(). */
+/* Whether it is over, and what has ended it: whether that is good is for require_units() to say. */
 static fanin_status judge_attempt(attempt *a, bool *over, fanin_error *error)
 {
     fanin_relay *relay = a->relay;
     fanin_status status = FANIN_OK;
     pthread_mutex_lock(&relay->lock);
-    size_t left = schedule_left(a->schedule);
     *over = true;
-    if (left == 0)
+    if (schedule_left(a->schedule) == 0)
         status = FANIN_OK;
     else if (a->failed.status != FANIN_OK)
         status = error_copy(error, &a->failed);
@@ -443,10 +440,22 @@ static fanin_status judge_attempt(attempt *a, bool *over, fanin_error *error)
         status = error_copy(error, &a->why_gone);
     else
         *over = false;
-    if (status == FANIN_ERR_TIMEOUT)
+    if (*over)
         note_owing(a);
     pthread_mutex_unlock(&relay->lock);
     return status;
+}
+
+/* However the attempt has ended: it is good if somebody has brought every unit, and only then. */
+static fanin_status require_units(const attempt *a, fanin_status ended,
+                                  fanin_error *error)
+{
+    size_t missing = 0;
+    for (size_t u = 0; u < a->relay->parts.n_units; u++)
+        missing += a->bringers[u] == NULL;
+    if (ended != FANIN_OK && ended != FANIN_ERR_TIMEOUT)
+        return ended;
+    return missing == 0 ? FANIN_OK : missing_at_end(a, missing, error);
 }
 
 static void sleep_a_little(const fanin_relay *relay)
@@ -728,8 +737,7 @@ fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error)
     status = follow(a, error);
     remember_list(a);
     end_feeds(a, status);
-    if (status == FANIN_ERR_TIMEOUT)
-        return missing_at_end(a, error);
+    status = require_units(a, status, error);
     if (status == FANIN_OK && attempt_relayed(a) > 0)
         status = check_standing(a, error);
     if (status == FANIN_OK && a->options->verify)

@@ -2,13 +2,14 @@
 #include "relay_strikes.h"
 
 #include "ends.h"
+#include "error_set.h"
 #include "pull/pull_session.h"
 #include "testing.h"
 #include <signal.h>
 #include <stdatomic.h>
 
 static void (*strike_now)(void);
-static atomic_int left;
+static atomic_int left, reads_left;
 static pid_t holder_process;
 
 fanin_status __real_pull_session_confirm_later(fanin_session *s, confirmed_fn fn,
@@ -22,6 +23,24 @@ fanin_status __wrap_pull_session_confirm_later(fanin_session *s, confirmed_fn fn
     if (atomic_fetch_sub(&left, 1) == 1)
         strike_now();
     return __real_pull_session_confirm_later(s, fn, cookie, error);
+}
+
+fanin_status __real_pull_session_read(fanin_session *s, const group_run *runs, size_t n,
+                                      fanin_error *error);
+fanin_status __wrap_pull_session_read(fanin_session *s, const group_run *runs, size_t n,
+                                      fanin_error *error);
+
+fanin_status __wrap_pull_session_read(fanin_session *s, const group_run *runs, size_t n,
+                                      fanin_error *error)
+{
+    if (atomic_fetch_sub(&reads_left, 1) == 1)
+        return error_set(error, FANIN_ERR_TIMEOUT, NULL, "the deadline passed");
+    return __real_pull_session_read(s, runs, n, error);
+}
+
+void end_time_at_read(int reads)
+{
+    atomic_store(&reads_left, reads);
 }
 
 void strike_after(int batches, void (*strike)(void))

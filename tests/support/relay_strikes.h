@@ -10,6 +10,9 @@ void strike_after(int batches, void (*strike)(void));
 /** Batches until then; below 0: so many came since. */
 int strike_left(void);
 
+/** The read of that number, from now on, finds its time over, and nobody to blame. */
+void end_time_at_read(int reads);
+
 void commit_2(void);
 void stop_ranks(void);
 
