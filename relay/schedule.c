@@ -306,6 +306,25 @@ static void duty_comes(owner *o, uint64_t now_ns)
     o->come++;
 }
 
+/* The source that is this member, NULL: there is none. */
+static const source *source_of(const schedule *s, const member *who)
+{
+    for (size_t i = 1; i < s->n_sources; i++) {
+        if (s->sources[i].used && member_compare(&s->sources[i].who, who) == 0)
+            return &s->sources[i];
+    }
+    return NULL;
+}
+
+/* Who is read says itself what it brings: others may have taken it over. Wherever another one's
+   duty is first seen, its owner has brought it; but not where nothing is dealt. */
+static bool brings_duty(const schedule *s, const source *x, const owner *o, bool known)
+{
+    if (member_compare(&x->who, &o->who) == 0)
+        return true;
+    return !known && find_owner(s, &x->who) && !source_of(s, &o->who);
+}
+
 void schedule_has(schedule *s, size_t number, size_t unit, bool first, uint64_t now_ns)
 {
     source *x = &s->sources[number];
@@ -317,10 +336,8 @@ void schedule_has(schedule *s, size_t number, size_t unit, bool first, uint64_t 
     bool known = held->holders > 0;
     held->held_ns = known ? held->held_ns : now_ns;
     count_holder(held, x, 1);
-    if (known || held->proven ||
-        !find_owner(s, &x->who)) /* whom nothing is dealt brings no duty */
+    if (!brings_duty(s, x, o, known || held->proven))
         return;
-    /* Wherever it is first seen, its owner has brought it. */
     if (!first) {
         duty_comes(o, now_ns);
         return;
@@ -362,16 +379,6 @@ static uint64_t middle_pace(const schedule *s)
 static bool is_avoided(const source *x, uint64_t now_ns)
 {
     return now_ns < x->avoid_ns;
-}
-
-/* The source that is this member, NULL: there is none. */
-static const source *source_of(const schedule *s, const member *who)
-{
-    for (size_t i = 1; i < s->n_sources; i++) {
-        if (s->sources[i].used && member_compare(&s->sources[i].who, who) == 0)
-            return &s->sources[i];
-    }
-    return NULL;
 }
 
 /* How late the owner of a duty is: in multiples of what it is allowed, 0: it is not. */
@@ -417,12 +424,17 @@ static bool is_held(const schedule *s, size_t unit, size_t but, size_t avoided,
     return false;
 }
 
-/* Whether it is the turn of this reader, since the owner is so late. */
-static bool is_next(const schedule *s, size_t unit, uint64_t lateness)
+/* Readers that stand before this one to take the unit over from its owner. */
+static size_t rank_of(const schedule *s, size_t unit)
 {
-    uint64_t turns = UINT64_C(1) << (lateness > 32 ? 31 : lateness - 1);
     return duty_rank(s->members, s->n_owners, s->own, s->units[unit].owner,
-                     unit / s->block) < turns;
+                     unit / s->block);
+}
+
+/* So many readers may take over what is so late. */
+static uint64_t turns_of(uint64_t lateness)
+{
+    return lateness == 0 ? 0 : UINT64_C(1) << (lateness > 32 ? 31 : lateness - 1);
 }
 
 /* Takes the run that begins with @p unit, as far as @p fits says. Its bytes. */
@@ -465,13 +477,35 @@ static bool fits_none(const schedule *s, size_t number, size_t unit)
     return s->units[unit].busy == 0;
 }
 
+/* Of what is late that for which the fewest others stand before this reader: else all would read
+   the same at once. */
+static size_t find_late(const schedule *s, size_t avoided, uint64_t now_ns)
+{
+    uint64_t middle = middle_pace(s), turns = 0, least = UINT64_MAX;
+    size_t known = SIZE_MAX; /* the owner whose turns these are */
+    size_t best = s->n_units;
+    for (size_t u = 0; u < s->n_units && least > 0; u++) {
+        const unit_state *unit = &s->units[u];
+        if (!bit(s->free, u) || unit->owner == s->own ||
+            is_held(s, u, 0, avoided, now_ns))
+            continue;
+        if (known != unit->owner)
+            turns =
+                turns_of(owner_lateness(s, &s->owners[unit->owner], middle, now_ns));
+        known = unit->owner;
+        uint64_t rank = turns > 0 ? rank_of(s, u) : UINT64_MAX;
+        if (rank >= turns || rank >= least)
+            continue;
+        best = u;
+        least = rank;
+    }
+    return best;
+}
+
 /* Duties of the reader's own, then others' that are late. */
 static size_t find_for_origin(const schedule *s, uint64_t now_ns, bool *own_out)
 {
-    uint64_t middle = middle_pace(s);
     size_t avoided = count_avoided(s, now_ns);
-    size_t known = SIZE_MAX; /* the owner whose lateness is known */
-    uint64_t lateness = 0;
     *own_out = true;
     for (size_t u = 0; u < s->n_units; u++) {
         if (bit(s->free, u) && s->units[u].owner == s->own &&
@@ -479,18 +513,7 @@ static size_t find_for_origin(const schedule *s, uint64_t now_ns, bool *own_out)
             return u;
     }
     *own_out = false;
-    for (size_t u = 0; u < s->n_units; u++) {
-        const unit_state *unit = &s->units[u];
-        if (!bit(s->free, u) || unit->owner == s->own ||
-            is_held(s, u, 0, avoided, now_ns))
-            continue;
-        if (known != unit->owner)
-            lateness = owner_lateness(s, &s->owners[unit->owner], middle, now_ns);
-        known = unit->owner;
-        if (lateness > 0 && is_next(s, u, lateness))
-            return u;
-    }
-    return s->n_units;
+    return find_late(s, avoided, now_ns);
 }
 
 static uint64_t own_order(uint64_t unit, const member *self)
@@ -691,7 +714,7 @@ static bool can_pass_on(const schedule *s, size_t number, size_t unit,
         return true;
     const source *origin = &s->sources[SCHEDULE_ORIGIN];
     return number != SCHEDULE_ORIGIN && !s->without_trainer && origin->n_asked == 0 &&
-           !is_avoided(origin, now_ns) && is_next(s, unit, lateness);
+           !is_avoided(origin, now_ns) && rank_of(s, unit) < turns_of(lateness);
 }
 
 /* How late the source is with what it was asked for, likewise. */

@@ -298,6 +298,14 @@ static void ask_next(fleet *f, host *reader, ask *a)
     a->due = f->now + f->o.latency_s;
 }
 
+/* Who is only silent stays in the list. */
+static bool is_broken_off(const fleet *f, host *reader, const ask *a,
+                          const host *server)
+{
+    return schedule_break_off(reader->schedule, a->source, ns(f->now)) ||
+           (server->silent && f->now - a->since > LOST_S);
+}
+
 static void turn(fleet *f, host *reader, ask *a)
 {
     const host *server = &f->hosts[a->server];
@@ -314,14 +322,12 @@ static void turn(fleet *f, host *reader, ask *a)
             reader->ended = f->now;
     } else if (a->state != IDLE && server->dead) {
         lose(f, reader, a); /* the connection was reset */
-    } else if (a->state != IDLE && server->silent && f->now - a->since > LOST_S) {
-        lose(f, reader, a);
     } else if (a->state != IDLE && a->state != CONFIRMING &&
-               schedule_break_off(reader->schedule, a->source, ns(f->now))) {
+               is_broken_off(f, reader, a, server)) {
         schedule_failed(reader->schedule, a->source, ns(f->now));
         a->state = IDLE;
         for (size_t u = 0; u < f->o.units; u++) { /* it says anew what it has */
-            if (a->source != SCHEDULE_ORIGIN && server->has[u])
+            if (a->source != SCHEDULE_ORIGIN && !server->silent && server->has[u])
                 schedule_has(reader->schedule, a->source, u, true, ns(f->now));
         }
         wake_all(reader);

@@ -33,10 +33,14 @@ TEST(others_take_over_what_a_dead_or_silent_reader_was_to_bring)
     fleet_options o = fleet_defaults();
     o.unit_s = 0.05;
     o.dead = 3;
-    assert_true(run(o).times < 1.3);
+    assert_true(run(o).times < 1.15);
     o.dead = FLEET_NOBODY;
     o.silent = 3;
-    assert_true(run(o).times < 1.3);
+    o.units =
+        1024; /* it owes many, which the others are not to take all at the same time */
+    fleet_result r = run(o);
+    assert_true(r.times < 1.15);
+    assert_true(r.models < 1.05);
 }
 
 TEST(a_slow_uplink_slows_nobody_else_for_long)
