@@ -21,6 +21,7 @@
 #include "copy_entry.h"
 #include "copy_list.h"
 #include "log.h"
+#include "patch_kernel.h"
 #include <fanin/types.h>
 
 #define GPU_MAX_DEVICES 64
@@ -144,6 +145,9 @@ void gpu_stream_destroy(gpu_stream **stream);
     asynchronous unless pageable memory takes part. */
 fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t bytes,
                       fanin_error *error);
+/** Zeroes device memory, in the stream's order. */
+fanin_status gpu_zero(gpu_stream *stream, void *memory, size_t bytes,
+                      fanin_error *error);
 /** Blocks until the work queued so far is done. FANIN_ERR_TIMEOUT when @p at passes: the work is
     still under way. FANIN_ERR_TRANSPORT: the device has failed. */
 fanin_status gpu_stream_wait(gpu_stream *stream, deadline at, fanin_error *error);
@@ -213,5 +217,15 @@ fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t
     until it has run; what its entries name is memory that the device can read. */
 fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
                             fanin_error *error);
+
+/* ------------------------------------------------------------------- patches */
+
+/** Loads the kernels that make patches on @p device; asked of the driver once, later calls return
+    the same and are cheap. Not FANIN_OK: none are made there. */
+fanin_status gpu_prepare_patches(gpu *g, int device, fanin_error *error);
+/** Queues the making of a patch between two copies on the stream's device. All that @p p names is
+    to be kept until it has run, also after an error: some of it may be queued. */
+fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
+                           fanin_error *error);
 
 #endif

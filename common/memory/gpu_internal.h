@@ -40,6 +40,7 @@
     X(cuMemHostRegister)                                                               \
     X(cuMemHostUnregister)                                                             \
     X(cuMemcpyAsync)                                                                   \
+    X(cuMemsetD8Async)                                                                 \
     X(cuIpcGetMemHandle)                                                               \
     X(cuIpcOpenMemHandle)                                                              \
     X(cuIpcCloseMemHandle)                                                             \
@@ -61,6 +62,9 @@
     X(cuLaunchKernel)                                                                  \
     X(cuFlushGPUDirectRDMAWrites)
 
+/** Kernels of patch_kernel.cu. */
+enum { PATCH_COUNT, PATCH_SCAN, PATCH_EMIT, PATCH_KERNELS };
+
 /** A kernel on a device. */
 typedef struct gpu_kernel {
     CUfunction function;      /**< NULL: not loaded */
@@ -75,9 +79,9 @@ typedef struct gpu_slot {
     _Atomic(CUcontext)
         context; /**< the primary one, retained; NULL: not needed so far */
     /* under the lock, until they are set */
-    gpu_kernel copy, digest, file_digest;
-    /** why there is no digest kernel; asked once */
-    CUresult digest_refused, file_digest_refused;
+    gpu_kernel copy, digest, file_digest, patch[PATCH_KERNELS];
+    /** why there is no such kernel; asked once */
+    CUresult digest_refused, file_digest_refused, patch_refused[PATCH_KERNELS];
     CUstream uploads;
 } gpu_slot;
 

@@ -2,9 +2,10 @@
 #include "copy_list.h"
 #include "gpu_internal.h"
 
-/** Made from copy_kernel.cu and digest_kernel.cu. */
+/** Made from copy_kernel.cu, digest_kernel.cu and patch_kernel.cu. */
 const void *copy_kernel_image(void);
 const void *digest_kernel_image(void);
+const void *patch_kernel_image(void);
 
 static fanin_status load_error(const gpu *g, int device, fanin_error *error,
                                CUresult result)
@@ -71,10 +72,17 @@ static fanin_status need_kernel(gpu *g, int device, fanin_error *error)
     return result == CUDA_SUCCESS ? FANIN_OK : load_error(g, device, error, result);
 }
 
-/* A digest kernel, loaded once; what the driver said of it is kept in *refused. */
-static fanin_status need_digest(gpu *g, int device, const char *name, int threads,
-                                gpu_kernel *kernel, CUresult *refused,
-                                fanin_error *error)
+/** A kernel that is loaded when it is needed. */
+typedef struct kernel_source {
+    const char *what, *name;
+    const void *(*image)(void);
+    int threads;
+} kernel_source;
+
+/* Loaded once; what the driver said of it is kept in *refused. */
+static fanin_status need_other(gpu *g, int device, const kernel_source *source,
+                               gpu_kernel *kernel, CUresult *refused,
+                               fanin_error *error)
 {
     fanin_status status = gpu_context_enter(g, device, error);
     if (status != FANIN_OK)
@@ -82,29 +90,56 @@ static fanin_status need_digest(gpu *g, int device, const char *name, int thread
     gpu_slot *slot = &g->slots[device];
     pthread_mutex_lock(&g->lock);
     if (!kernel->function && *refused == CUDA_SUCCESS)
-        *refused = load_kernel(g, slot, digest_kernel_image(), name, threads, kernel);
+        *refused = load_kernel(g, slot, source->image(), source->name, source->threads,
+                               kernel);
     CUresult result = *refused;
     pthread_mutex_unlock(&g->lock);
     gpu_context_leave(g);
     if (result != CUDA_SUCCESS)
-        return gpu_error(g, error, result,
-                         "loading the digest kernel on device %d (%s)", device,
-                         slot->info.name);
+        return gpu_error(g, error, result, "loading the %s kernel on device %d (%s)",
+                         source->what, device, slot->info.name);
     return FANIN_OK;
 }
 
 fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
 {
+    static const kernel_source source = {"digest", DIGEST_KERNEL_NAME,
+                                         digest_kernel_image, DIGEST_KERNEL_THREADS};
     gpu_slot *slot = &g->slots[device];
-    return need_digest(g, device, DIGEST_KERNEL_NAME, DIGEST_KERNEL_THREADS,
-                       &slot->digest, &slot->digest_refused, error);
+    return need_other(g, device, &source, &slot->digest, &slot->digest_refused, error);
 }
 
 fanin_status gpu_prepare_file_digest(gpu *g, int device, fanin_error *error)
 {
+    static const kernel_source source = {"digest", DIGEST_FILE_KERNEL_NAME,
+                                         digest_kernel_image,
+                                         DIGEST_FILE_KERNEL_THREADS};
     gpu_slot *slot = &g->slots[device];
-    return need_digest(g, device, DIGEST_FILE_KERNEL_NAME, DIGEST_FILE_KERNEL_THREADS,
-                       &slot->file_digest, &slot->file_digest_refused, error);
+    return need_other(g, device, &source, &slot->file_digest,
+                      &slot->file_digest_refused, error);
+}
+
+static fanin_status need_patch_kernel(gpu *g, int device, int which, fanin_error *error)
+{
+    static const kernel_source sources[PATCH_KERNELS] = {
+        [PATCH_COUNT] = {"patch", PATCH_COUNT_NAME, patch_kernel_image,
+                         PATCH_KERNEL_THREADS},
+        [PATCH_SCAN] = {"patch", PATCH_SCAN_NAME, patch_kernel_image,
+                        PATCH_SCAN_THREADS},
+        [PATCH_EMIT] = {"patch", PATCH_EMIT_NAME, patch_kernel_image,
+                        PATCH_KERNEL_THREADS},
+    };
+    gpu_slot *slot = &g->slots[device];
+    return need_other(g, device, &sources[which], &slot->patch[which],
+                      &slot->patch_refused[which], error);
+}
+
+fanin_status gpu_prepare_patches(gpu *g, int device, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (int i = PATCH_COUNT; i <= PATCH_EMIT && status == FANIN_OK; i++)
+        status = need_patch_kernel(g, device, i, error);
+    return status;
 }
 
 fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
@@ -210,6 +245,29 @@ fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t
     digest_file_parameters parameters = {.bytes = bytes, .out = out, .count = n};
     status = kernel_launch(stream, &g->slots[stream->device].file_digest, "digest", n,
                            DIGEST_FILE_KERNEL_THREADS, &parameters, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+/* The scan's one warp goes through all segments, the others share them. */
+fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
+                           fanin_error *error)
+{
+    gpu *g = stream->g;
+    patch_parameters parameters = *p;
+    const gpu_kernel *kernels = g->slots[stream->device].patch;
+    fanin_status status = gpu_prepare_patches(g, stream->device, error);
+    if (status == FANIN_OK)
+        status = gpu_context_enter(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    uint64_t shares = patch_kernel_segments(p->bytes) * PATCH_SHARES,
+             blocks = (shares + PATCH_KERNEL_WARPS - 1) / PATCH_KERNEL_WARPS;
+    for (int i = PATCH_COUNT; i <= PATCH_EMIT && status == FANIN_OK; i++)
+        status =
+            kernel_launch(stream, &kernels[i], "patch", i == PATCH_SCAN ? 1 : blocks,
+                          i == PATCH_SCAN ? PATCH_SCAN_THREADS : PATCH_KERNEL_THREADS,
+                          &parameters, error);
     gpu_context_leave(g);
     return status;
 }

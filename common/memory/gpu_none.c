@@ -143,6 +143,12 @@ fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t byt
     return gpu_none_refuse(error);
 }
 
+fanin_status gpu_zero(gpu_stream *stream, void *memory, size_t bytes,
+                      fanin_error *error)
+{
+    return gpu_none_refuse(error);
+}
+
 fanin_status gpu_stream_wait(gpu_stream *stream, deadline at, fanin_error *error)
 {
     return gpu_none_refuse(error);
@@ -233,6 +239,17 @@ fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t
 
 fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
                             fanin_error *error)
+{
+    return gpu_none_refuse(error);
+}
+
+fanin_status gpu_prepare_patches(gpu *g, int device, fanin_error *error)
+{
+    return gpu_none_refuse(error);
+}
+
+fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
+                           fanin_error *error)
 {
     return gpu_none_refuse(error);
 }

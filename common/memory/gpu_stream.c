@@ -226,6 +226,23 @@ fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t byt
     return FANIN_OK;
 }
 
+fanin_status gpu_zero(gpu_stream *stream, void *memory, size_t bytes,
+                      fanin_error *error)
+{
+    gpu *g = stream->g;
+    if (bytes == 0)
+        return FANIN_OK;
+    fanin_status status = gpu_context_enter(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    CUresult result = g->cuMemsetD8Async((CUdeviceptr)memory, 0, bytes, stream->handle);
+    gpu_context_leave(g);
+    if (result != CUDA_SUCCESS)
+        return gpu_error(g, error, result, "zeroing %zu bytes on device %d", bytes,
+                         stream->device);
+    return FANIN_OK;
+}
+
 /* Blocking calls of the driver know no deadline, and callbacks cost more than a question. */
 static CUresult poll_stream(const gpu_stream *stream, deadline at)
 {

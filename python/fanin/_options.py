@@ -479,7 +479,7 @@ class Publishing:
         snapshot: Publish copies: readers never delay an update, for twice the memory.
         cast: With *snapshot*: "BF16" or "F16", which F32 tensors are published as. Keywords take
             also a mapping by patterns of published names, of which the first that fits decides.
-        deltas: Of whole models in host memory, with *snapshot*: keep so many patches, at most 16.
+        deltas: Of whole models, with *snapshot*: keep so many patches, at most 16.
             Engines on slow links then read what the last steps have changed instead of the whole.
             4 serves engines that miss a few steps.
     """

@@ -324,11 +324,11 @@ class Server(ClosableHandle):
                 that is on it now is done. None: everything is written already.
             deltas: with *snapshot*: so many patches are kept, at most 16, each with what one step
                 has changed. Readers that ask for deltas (:meth:`fanin.Client.pull_into`) read them
-                instead of the whole. The copies must lie in host memory; of copies on CUDA devices
-                there are no patches. All patches together take at most an eighth of the copy's
-                bytes, and one that is larger is not made. They are made, by the copy's threads,
-                only while a reader is connected that has asked for deltas, and for *deltas* steps
-                more, as it may come back.
+                instead of the whole. The copies must lie in host memory, or on one CUDA device; of
+                copies in several kinds of memory there are no patches. All patches together take
+                at most an eighth of the copy's bytes, of host memory, and one that is larger is
+                not made. They are made only while a reader is connected that has asked for deltas,
+                and for *deltas* steps more, as it may come back.
 
         Raises:
             NotFoundError, RequestError: no such publication; the step is not above the last one; a

@@ -331,21 +331,24 @@ static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
 /* ------------------------------------------------------------------ copies */
 
 /* Queues the device parts. Their streams tell the commit when they have got there. */
-static fanin_status queue_copies(const request *q, commit *c, const arena_plan *plan,
+static fanin_status queue_copies(fanin_server *s, const request *q, commit *c,
                                  fanin_error *error)
 {
     fanin_status status = FANIN_OK;
+    const arena_plan *plan = c->catalog->plan;
     const arena_set *arenas = plan->arenas;
     for (uint32_t i = 0; status == FANIN_OK && i < arenas->n_parts; i++) {
         gpu_stream *stream = arenas->parts[i].stream;
         if (!stream)
             continue;
+        patches_prepare(c, i);
         status = arena_copy_part(plan, i, c->arena, q->stream, error);
         if (status != FANIN_OK)
             break;
-        /* Before our thread is told: the caller's work need not wait for that. */
+        /* Before a patch is made and our thread is told: the caller's work waits for neither. */
         if (q->stream)
             status = gpu_stream_before(stream, q->stream, error);
+        patches_queue(s, c, i);
         commit_expect(c);
         fanin_status told = gpu_stream_notify(stream, commit_arrive, c,
                                               status == FANIN_OK ? error : NULL);
@@ -408,9 +411,7 @@ static fanin_status copy(fanin_server *s, const request *q, commit *c,
     const arena_plan *plan = c->catalog->plan;
     bool host = plan->n_batches > 0;
     ON_FILL();
-    if (!host)
-        patches_make(s, c, patches_begin(s, c), false); /* tells why there is none */
-    fanin_status status = queue_copies(q, c, plan, error);
+    fanin_status status = queue_copies(s, q, c, error);
     if (status == FANIN_OK && q->stream && host)
         status = expect_caller(q, c, error);
     if (status == FANIN_OK && host && !q->stream)

@@ -2,6 +2,8 @@
 #include "publish/patches.h"
 #include "core/rules.h"
 #include "shards/arena.h"
+#include "shards/device_patch.h"
+#include "shards/patch_room.h"
 
 #include <stdlib.h>
 
@@ -12,7 +14,7 @@
 /* The boxes of patches have numbers behind those of the table. */
 static bool may_have_patches(const shard_catalog *c)
 {
-    return c->plan && c->arena_regions == 1 && !c->has_device &&
+    return c->plan && c->arena_regions == 1 &&
            c->n_boxes + PATCH_BOXES * PATCHES_MOST < LIMIT_BOXES;
 }
 
@@ -25,18 +27,20 @@ static uint64_t copy_bytes(const shard_catalog *c)
 static void tell_why_none(const fanin_server *s, publication *p)
 {
     if (!p->told_no_patches)
-        log_write(&s->log, FANIN_LOG_INFO, "no-patches",
-                  "%s: readers get whole steps: patches are made of snapshots in host "
-                  "memory alone, of less than %d boxes",
-                  p->name, LIMIT_BOXES - PATCH_BOXES * PATCHES_MOST);
+        log_write(
+            &s->log, FANIN_LOG_INFO, "no-patches",
+            "%s: readers get whole steps: patches are made of snapshots in memory "
+            "of the host alone or of one CUDA device, of less than %d boxes",
+            p->name, LIMIT_BOXES - PATCH_BOXES * PATCHES_MOST);
     p->told_no_patches = true;
 }
 
-patch_maker *patches_begin(fanin_server *s, commit *c)
+/* Whether a patch is made, from the arena *@p before. */
+static bool is_wanted(fanin_server *s, commit *c, unsigned *before)
 {
     publication *p = c->of;
     if (c->terms.deltas == 0)
-        return NULL;
+        return false;
     pthread_mutex_lock(&s->lock);
     c->wants_patch = s->delta_sessions > 0 || p->expected > 0;
     p->expected -= s->delta_sessions == 0 && p->expected > 0;
@@ -44,13 +48,19 @@ patch_maker *patches_begin(fanin_server *s, commit *c)
     bool can = c->wants_patch && may_have_patches(c->catalog),
          has_base = p->state == STATE_STABLE && p->catalog == c->catalog &&
                     p->arena != c->arena;
-    unsigned base = RULE(RULE_PATCH_BASE) ? p->arena : c->arena;
+    *before = RULE(RULE_PATCH_BASE) ? p->arena : c->arena;
     pthread_mutex_unlock(&s->lock);
     if (c->wants_patch && !can)
         tell_why_none(s, p);
-    if (!can || !has_base)
+    return can && has_base;
+}
+
+patch_maker *patches_begin(fanin_server *s, commit *c)
+{
+    unsigned before;
+    if (!is_wanted(s, c, &before))
         return NULL;
-    return arena_patch_maker(c->catalog->plan, base, copy_bytes(c->catalog) / SHARE);
+    return arena_patch_maker(c->catalog->plan, before, copy_bytes(c->catalog) / SHARE);
 }
 
 /* NULL: too large, or no memory. */
@@ -64,7 +74,7 @@ static patch *build_patch(fanin_server *s, const commit *c, const patch_maker *m
     packed = patch_maker_pack(m, &made->bytes);
     if (packed)
         made->boxes = shard_catalog_of_patch(
-            &s->registrar, packed, patch_directory_bytes(copy_bytes(c->catalog)),
+            &s->registrar, packed, NULL, patch_directory_bytes(copy_bytes(c->catalog)),
             made->bytes);
     if (made->boxes)
         return made;
@@ -82,18 +92,24 @@ static void announce(fanin_server *s, publication *p, patch *newest)
     p->patches = newest;
 }
 
-void patches_make(fanin_server *s, commit *c, patch_maker *m, bool copied)
+/* It is the commit's. */
+static void hand_over(fanin_server *s, commit *c, patch *made)
 {
-    if (!m)
-        return;
-    patch *made = copied ? build_patch(s, c, m) : NULL;
-    patch_maker_close(m);
     pthread_mutex_lock(&s->lock);
     if (RULE(RULE_PATCH_ANNOUNCE))
         c->patch = made;
     else if (made)
         announce(s, c->of, made);
     pthread_mutex_unlock(&s->lock);
+}
+
+void patches_make(fanin_server *s, commit *c, patch_maker *m, bool copied)
+{
+    if (!m)
+        return;
+    patch *made = copied ? build_patch(s, c, m) : NULL;
+    patch_maker_close(m);
+    hand_over(s, c, made);
 }
 
 /* ------------------------------------------------------------------ keeping */
@@ -127,11 +143,27 @@ static void trim(fanin_server *s, patch **link, uint32_t most, uint64_t room)
     *link = NULL;
 }
 
+/* Of one that a device has made: NULL, it is too large. */
+static patch *take_made(fanin_server *s, patch *made)
+{
+    uint64_t changes = *made->made;
+    if (changes == PATCH_TOO_LARGE) {
+        patches_discard(s, made);
+        return NULL;
+    }
+    made->made = NULL;
+    made->bytes = changes * PATCH_CHANGE;
+    shard_catalog_end_patch(made->boxes, made->bytes);
+    return made;
+}
+
 void patches_take_effect(fanin_server *s, commit *c)
 {
     publication *p = c->of;
     patch *made = c->patch;
     c->patch = NULL;
+    if (made && made->made)
+        made = take_made(s, made);
     s->stats.patches_made += made != NULL;
     s->stats.patches_lacking += c->wants_patch && !made;
     if (made)
@@ -142,6 +174,75 @@ void patches_take_effect(fanin_server *s, commit *c)
     p->had_deltas = p->had_deltas || p->deltas > 0;
     if (p->patches)
         trim(s, &p->patches, p->deltas, copy_bytes(c->catalog) / SHARE);
+}
+
+/* ------------------------------------------------------------ on a device */
+
+/* Lock held. What the largest of the kept ones takes, and a quarter. */
+static uint64_t probable_bytes(const publication *p)
+{
+    uint64_t most = 0;
+    for (const patch *one = p->patches; one; one = one->older)
+        most = one->boxes->bytes > most ? one->boxes->bytes : most;
+    return most + most / 4;
+}
+
+/* How large a patch becomes is known too late for it: the oldest go until one that is about as
+   large as they are finds room. */
+static void leave_room_for_next(fanin_server *s, publication *p, patch_room *room)
+{
+    bool again = room != NULL;
+    while (again) {
+        patch **link = &p->patches;
+        pthread_mutex_lock(&s->lock);
+        again = p->patches && patch_room_longest(room) < probable_bytes(p);
+        while (again && (*link)->older)
+            link = &(*link)->older;
+        if (again) {
+            patches_discard(s, *link);
+            *link = NULL;
+        }
+        pthread_mutex_unlock(&s->lock);
+        if (again)
+            garbage_collect(s);
+    }
+}
+
+void patches_prepare(commit *c, uint32_t part)
+{
+    if (c->terms.deltas > 0 && may_have_patches(c->catalog))
+        device_patch_prepare(c->catalog->plan, part, c->arena);
+}
+
+/* NULL: no room, or no memory. */
+static patch *queue_patch(fanin_server *s, commit *c, uint32_t part, unsigned before)
+{
+    const arena_part *p = &c->catalog->plan->arenas->parts[part];
+    uint64_t directory = patch_directory_bytes(p->length), most = p->length / SHARE;
+    uint8_t *packed;
+    patch *made = malloc(sizeof *made);
+    if (!made)
+        return NULL;
+    *made = (patch){.from = c->closing, .to = c->generation};
+    leave_room_for_next(s, c->of, p->room);
+    if (device_patch_queue(c->catalog->plan, part, before, c->arena, most, &packed,
+                           &made->made))
+        made->boxes =
+            shard_catalog_of_patch(&s->registrar, packed, p->room, directory, 0);
+    if (made->boxes)
+        return made;
+    free(made);
+    return NULL;
+}
+
+void patches_queue(fanin_server *s, commit *c, uint32_t part)
+{
+    unsigned before;
+    patch *made = NULL;
+    if (is_wanted(s, c, &before))
+        made = queue_patch(s, c, part, before);
+    if (made)
+        hand_over(s, c, made);
 }
 
 /* ------------------------------------------------------------------ telling */

@@ -12,10 +12,13 @@
 #include "publish/commit.h"
 #include "shards/patch_maker.h"
 
-/** Does not change, but for `older`. */
+/** Does not change, once it is shown, but for `older`. */
 typedef struct patch {
-    uint64_t from, to;    /**< generations */
-    uint64_t bytes;       /**< of its changes */
+    uint64_t from, to; /**< generations */
+    uint64_t bytes;    /**< of its changes */
+    /** a device makes it: how many changes it has, when the commit's streams have got there, or
+        PATCH_TOO_LARGE; NULL: `bytes` says so */
+    const uint64_t *made;
     shard_catalog *boxes; /**< directory and changes, with a reference */
     struct patch *older;
 } patch;
@@ -26,6 +29,11 @@ patch_maker *patches_begin(fanin_server *s, commit *c);
 /** Makes the commit's patch of what was found, if all was copied; frees @p m, which may be NULL.
     Takes the lock. Never fails: there is no patch then. */
 void patches_make(fanin_server *s, commit *c, patch_maker *m, bool copied);
+
+/** The same for a snapshot of which part @p part, of a device, is being copied: before the copies
+    are queued, and behind them. With the writer lock, and takes the lock. Never fail likewise. */
+void patches_prepare(commit *c, uint32_t part);
+void patches_queue(fanin_server *s, commit *c, uint32_t part);
 
 /* With the lock held. */
 

@@ -4,6 +4,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "guarded.h"
+#include "shards/patch_room.h"
 #include "thread.h"
 
 #include <inttypes.h>
@@ -81,6 +82,9 @@ static void part_free(gpu *g, arena_part *part)
 {
     if (part->stream)
         gpu_stream_destroy(&part->stream);
+    if (part->scratch)
+        gpu_free(g, part->memory.device, part->scratch);
+    patch_room_leave(part->room);
     for (unsigned a = 0; a < ARENAS; a++) {
         if (!part->base[a])
             continue;

@@ -27,6 +27,10 @@ typedef struct arena_part {
     uint8_t *base[ARENAS];
     gpu_range in[ARENAS]; /**< device memory: the allocation */
     gpu_stream *stream;   /**< device memory: what copies are queued on */
+    /* for patches of device memory (device_patch.h): */
+    bool asked_for_room;
+    struct patch_room *room; /**< NULL: there is none */
+    void *scratch;           /**< of the kernels, on the device; likewise */
 } arena_part;
 
 /** Two arenas. Shared by the catalogs whose boxes lie in them. */
@@ -42,13 +46,15 @@ typedef struct arena_batch {
     uint64_t first, count;
 } arena_batch;
 
-/** What a commit copies: from the shards' memory to offsets in the parts. Read-only. */
+/** What a commit copies: from the shards' memory to offsets in the parts. Read-only but for
+    `zeroed`. */
 typedef struct arena_plan {
     arena_set *arenas; /**< with a reference */
     copy_list host;
     arena_batch *batches; /**< of host.entries */
     uint64_t n_batches;
     gpu_table *tables[GPU_MAX_DEVICES + 1]; /**< of the parts; NULL: host */
+    bool zeroed[ARENAS];                    /**< device_patch_prepare() was there */
 } arena_plan;
 
 /**

@@ -2,6 +2,7 @@
 #include "shards/shard_catalog.h"
 #include "error_set.h"
 #include "patch.h"
+#include "shards/patch_room.h"
 #include "shards/arena.h"
 #include "shards/registration.h"
 
@@ -217,7 +218,8 @@ fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
     return FANIN_OK;
 }
 
-shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed, uint64_t first,
+shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed,
+                                      struct patch_room *room, uint64_t first,
                                       uint64_t second)
 {
     shard_catalog *s = calloc(1, sizeof *s);
@@ -236,7 +238,14 @@ shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed, uint64_t fi
     s->boxes = boxes;
     s->bytes = first + second;
     s->packed = packed;
+    s->room = room;
     return s;
+}
+
+void shard_catalog_end_patch(shard_catalog *s, uint64_t bytes)
+{
+    s->bytes = s->boxes[2].start = s->boxes[1].start + bytes;
+    patch_room_shrink(s->room, s->packed, s->bytes);
 }
 
 /* Names are kept as they are sent. */
@@ -302,7 +311,10 @@ void shard_catalog_free(shard_catalog *s)
     buffer_free(&s->keys_blob);
     buffer_free(&s->boxes_blob);
     catalog_parts_free(s->parts);
-    free(s->packed);
+    if (s->room)
+        patch_room_give(s->room, s->packed);
+    else
+        free(s->packed);
     free(s->boxes);
     free(s->views);
     free(s);

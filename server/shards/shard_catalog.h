@@ -50,6 +50,7 @@ typedef struct shard_catalog {
     struct arena_plan *plan;
     uint32_t arena_regions;             /**< regions of one arena, 0: by reference */
     uint8_t *packed;                    /**< of a patch: its boxes' memory; else NULL */
+    struct patch_room *room;            /**< that lends it; NULL: it is freed */
     struct shard_catalog *next_garbage; /**< guarded by the server's lock */
 } shard_catalog;
 
@@ -69,10 +70,14 @@ fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
                                  const shard_catalog *before, shard_catalog **out,
                                  fanin_error *error);
 
-/** Two boxes to serve bytes from, of @p first and @p second bytes, in @p packed, which is the
-    catalog's then; there are no tables of them. NULL: no memory. */
-shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed, uint64_t first,
+/** Two boxes to serve bytes from, of @p first and @p second bytes, in @p packed, a block of @p room
+    (NULL: to be freed), which is the catalog's then; there are no tables of them. NULL: no memory.
+    */
+shard_catalog *shard_catalog_of_patch(registrar *r, uint8_t *packed,
+                                      struct patch_room *room, uint64_t first,
                                       uint64_t second);
+/** The second box of a patch that nobody has seen has @p bytes; its block ends there. */
+void shard_catalog_end_patch(shard_catalog *s, uint64_t bytes);
 
 shard_catalog *shard_catalog_retain(shard_catalog *s);
 /** May take the registrar's lock and free arenas: not to be called under the server's lock. NULL

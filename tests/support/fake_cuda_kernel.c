@@ -7,6 +7,7 @@
 #include "copy_kernel.h"
 #include "trainer/device_pattern.h"
 #include "digest_kernel.h"
+#include "patch_kernel.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -203,6 +204,105 @@ static void digest_file(work *w, const void *parameter)
     }
 }
 
+/* ------------------------------------------------------------------------ patches */
+
+/** The three kernels that make one, one after the other. */
+typedef struct patch_work {
+    patch_parameters p;
+    const uint8_t *before, *after;
+    uint16_t *counts;
+    uint64_t *first, segments;
+} patch_work;
+
+static patch_work begin_patch(work *w, const void *parameter)
+{
+    patch_work k;
+    memcpy(&k.p, parameter, sizeof k.p);
+    if (k.p.bytes == 0 || ((uintptr_t)k.p.before | (uintptr_t)k.p.after) % 16 != 0)
+        fake_die("a patch of %llu bytes at %p and %p", (unsigned long long)k.p.bytes,
+                 (const void *)k.p.before, (const void *)k.p.after);
+    k.segments = patch_kernel_segments(k.p.bytes);
+    k.before = touch(w, (uint64_t)(uintptr_t)k.p.before, k.p.bytes);
+    k.after = touch(w, (uint64_t)(uintptr_t)k.p.after, k.p.bytes);
+    k.counts = (uint16_t *)touch(w, (uint64_t)(uintptr_t)k.p.counts,
+                                 2 * PATCH_SHARES * k.segments);
+    k.first =
+        (uint64_t *)touch(w, (uint64_t)(uintptr_t)k.p.first, 8 * (k.segments + 1));
+    return k;
+}
+
+/* Words of a share that differ; NULL: they are counted alone. */
+static uint16_t find_changes(const patch_work *k, uint64_t share, uint8_t *places,
+                             uint8_t *words)
+{
+    uint16_t n = 0;
+    for (uint64_t i = 0; i < PATCH_SHARE_WORDS; i++) {
+        uint64_t at = 2 * (share * PATCH_SHARE_WORDS + i);
+        uint8_t was[2] = {0}, is[2] = {0};
+        for (uint64_t b = 0; b < 2 && at + b < k->p.bytes; b++) {
+            was[b] = k->before[at + b];
+            is[b] = k->after[at + b];
+        }
+        if (memcmp(was, is, 2) == 0)
+            continue;
+        uint16_t place = (uint16_t)(share % PATCH_SHARES * PATCH_SHARE_WORDS + i);
+        if (places) {
+            memcpy(places + 2 * n, &place, 2);
+            memcpy(words + 2 * n, is, 2);
+        }
+        n++;
+    }
+    return n;
+}
+
+static void patch_count(work *w, const void *parameter)
+{
+    patch_work k = begin_patch(w, parameter);
+    for (uint64_t i = 0; i < k.segments * PATCH_SHARES; i++) {
+        fake_kernel_gate(w->context, i);
+        k.counts[i] = find_changes(&k, i, NULL, NULL);
+    }
+}
+
+static uint32_t count_shares(const patch_work *k, uint64_t from, uint64_t to)
+{
+    uint32_t n = 0;
+    for (; from < to; from++)
+        n += k->counts[from];
+    return n;
+}
+
+static void patch_scan(work *w, const void *parameter)
+{
+    patch_work k = begin_patch(w, parameter);
+    uint32_t *directory =
+        (uint32_t *)touch(w, (uint64_t)(uintptr_t)k.p.directory, 4 * k.segments);
+    k.first[0] = 0;
+    for (uint64_t i = 0; i < k.segments; i++) {
+        directory[i] = count_shares(&k, i * PATCH_SHARES, (i + 1) * PATCH_SHARES);
+        k.first[i + 1] = k.first[i] + directory[i];
+    }
+    *(uint64_t *)touch(w, (uint64_t)(uintptr_t)k.p.made, 8) =
+        k.first[k.segments] > k.p.most ? PATCH_TOO_LARGE : k.first[k.segments];
+}
+
+static void patch_emit(work *w, const void *parameter)
+{
+    patch_work k = begin_patch(w, parameter);
+    uint64_t all = k.first[k.segments];
+    if (all == 0 || all > k.p.most)
+        return;
+    uint8_t *changes = touch(w, (uint64_t)(uintptr_t)k.p.changes, 4 * all);
+    for (uint64_t i = 0; i < k.segments * PATCH_SHARES; i++) {
+        uint64_t segment = i / PATCH_SHARES, from = segment * PATCH_SHARES;
+        uint8_t *places =
+            changes + 4 * k.first[segment] + UINT64_C(2) * count_shares(&k, from, i);
+        find_changes(&k, i, places,
+                     places +
+                         UINT64_C(2) * count_shares(&k, from, from + PATCH_SHARES));
+    }
+}
+
 /* The pattern of the tool's shards. */
 static void write_pattern(work *w, const void *parameter)
 {
@@ -227,6 +327,9 @@ static struct CUfunc_st functions[] = {
      digest_pieces},
     {DIGEST_FILE_KERNEL_NAME, sizeof(digest_file_parameters),
      DIGEST_FILE_KERNEL_THREADS, digest_file},
+    {PATCH_COUNT_NAME, sizeof(patch_parameters), PATCH_KERNEL_THREADS, patch_count},
+    {PATCH_SCAN_NAME, sizeof(patch_parameters), PATCH_SCAN_THREADS, patch_scan},
+    {PATCH_EMIT_NAME, sizeof(patch_parameters), PATCH_KERNEL_THREADS, patch_emit},
     {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
      write_pattern},
 };

@@ -103,12 +103,14 @@ def _source(run: Run, what: _What, deltas: int) -> Source:
     )
 
     change = parameters.look()
-    if deltas and any(shard.device is not None and shard.device >= 0 for shard in change.shards):
+    places = {-1 if shard.device is None else shard.device for shard in change.shards}
+    if deltas and len(places) > 1:
         _log.warning(
-            "deltas=%d of %s has no effect: it lies on CUDA devices, of whose copies there are no "
-            "patches yet. Engines read the whole of each step",
+            "deltas=%d of %s has no effect: it lies in memory of several kinds, of whose copies "
+            "there are no patches (%s). Engines read the whole of each step",
             deltas,
             publication,
+            ", ".join("the host" if one < 0 else f"CUDA device {one}" for one in sorted(places)),
         )
         deltas = 0
 

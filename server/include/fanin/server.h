@@ -311,11 +311,13 @@ typedef struct fanin_commit_options {
         has changed since the step before. Readers that hold that step read the patch instead of the
         whole. The server makes one while a reader is connected that has asked for them, and for as
         many commits more as it keeps, since that reader may come back. It makes them only of
-        snapshots in host memory; else the log tells why there is none (event "no-patches"). The
-        commit then takes about twice as long. All patches together take at most an eighth of the
-        copy's bytes. The commit needs twice as much more for a moment. A step that changes more, or
-        finds no memory, has no patch, and its readers read the whole. They also do after new shards
-        were put */
+        snapshots that lie in host memory alone, or on one CUDA device; else the log tells why
+        there is none (event "no-patches"). A commit of host memory then takes about twice as long.
+        On a device kernels make the patch behind the copies, and the caller's stream does not wait
+        for them. All patches together take at most an eighth of the copy's bytes, of pinned host
+        memory for a device. A commit of host memory needs twice as much more for a moment. A step
+        that changes more, or finds no memory, has no patch, and its readers read the whole. They
+        also do after new shards were put */
     uint32_t deltas;
 } fanin_commit_options;
 

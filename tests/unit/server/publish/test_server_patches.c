@@ -1,12 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Patches between snapshots: what a rank makes, keeps, tells and serves of them. What a reader gets
-   of them is compared with the whole step, byte for byte. Built with FANIN_TEST_HOOKS. */
+   of them is compared with the whole step, byte for byte. Built with FANIN_TEST_HOOKS. With
+   ON_DEVICE the trainer's memory is a device's, of the stand-in driver: memory that the CPU can
+   touch as well. */
 #include "call.h"
 #include "core/rules.h"
 #include "server_peer.h"
 #include "testing.h"
 
 #include <stdatomic.h>
+
+#ifdef ON_DEVICE
+#include "gpu.h"
+#include "server_device.h"
+#include <cuda.h>
+#endif
 
 #define BYTES 300001 /* more than two segments */
 #define ROWS 901     /* the copies' buffer holds an odd number of odd rows */
@@ -21,7 +29,7 @@
 static struct shards {
     uint8_t bytes[BYTES], rows[ROWS * PITCH], one[1];
     float cast[HEIGHT * WIDTH], kept[5];
-} shards;
+} * shards;
 /* As they are published, F32 as BF16. */
 static const uint64_t sizes[BOXES] = {BYTES, ROWS *COLUMNS, 2 * HEIGHT *WIDTH, 20, 1};
 
@@ -40,6 +48,40 @@ struct patch_maker *__wrap_patch_maker_open(const uint8_t *before, uint64_t leng
                ? NULL
                : __real_patch_maker_open(before, length, stretches, most);
 }
+
+#ifdef ON_DEVICE
+static void *trainers_memory(size_t bytes)
+{
+    return memset(fake_cuda_alloc(0, bytes, FAKE_CUDA_MANAGED), 0, bytes);
+}
+
+static void free_trainers(void *memory)
+{
+    server_tear_down(NULL);
+    fake_cuda_free(memory);
+}
+
+/* The first kernel of the patch, behind the copies, is refused. */
+static void lack_memory(void)
+{
+    fake_cuda_fail("cuLaunchKernel", CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, 1, 1);
+}
+#else
+static void *trainers_memory(size_t bytes)
+{
+    return calloc(1, bytes);
+}
+
+static void free_trainers(void *memory)
+{
+    free(memory);
+}
+
+static void lack_memory(void)
+{
+    atomic_store(&lacking, true);
+}
+#endif
 
 static uint32_t draw(uint32_t below)
 {
@@ -67,11 +109,11 @@ static void put_shards(fanin_server *s)
 {
     fanin_box boxes[BOXES];
     fanin_tensor t[BOXES] = {
-        tensor("a", FANIN_DTYPE_U8, 1, BYTES, &boxes[0], shards.bytes),
-        tensor("b", FANIN_DTYPE_F8_E4M3, ROWS, COLUMNS, &boxes[1], shards.rows),
-        tensor("c", FANIN_DTYPE_F32, HEIGHT, WIDTH, &boxes[2], shards.cast),
-        tensor("d", FANIN_DTYPE_F32, 1, 5, &boxes[3], shards.kept),
-        tensor("e", FANIN_DTYPE_U8, 1, 1, &boxes[4], shards.one),
+        tensor("a", FANIN_DTYPE_U8, 1, BYTES, &boxes[0], shards->bytes),
+        tensor("b", FANIN_DTYPE_F8_E4M3, ROWS, COLUMNS, &boxes[1], shards->rows),
+        tensor("c", FANIN_DTYPE_F32, HEIGHT, WIDTH, &boxes[2], shards->cast),
+        tensor("d", FANIN_DTYPE_F32, 1, 5, &boxes[3], shards->kept),
+        tensor("e", FANIN_DTYPE_U8, 1, 1, &boxes[4], shards->one),
     };
     boxes[1].stride[0] = PITCH;
     boxes[1].stride[1] = 1;
@@ -95,8 +137,8 @@ static fanin_status commit_with(fanin_server *s, uint64_t step, uint32_t deltas,
 /* About one of @p one_of bytes of all shards becomes another. */
 static void change(uint32_t one_of)
 {
-    uint8_t *all = (uint8_t *)&shards;
-    for (size_t i = 0; i < sizeof shards; i++)
+    uint8_t *all = (uint8_t *)shards;
+    for (size_t i = 0; i < sizeof *shards; i++)
         if (draw(one_of) == 0)
             all[i] ^= (uint8_t)(1 + draw(255));
 }
@@ -183,8 +225,8 @@ static void apply_segment(copy *to, uint64_t base, const uint8_t *at, uint64_t c
     }
 }
 
-/* Patch @p k of the lease's generation, in pieces. */
-static void apply(puller *r, const patch_offers *offers, uint64_t k, copy *to)
+/* Patch @p k of the lease's generation, in pieces. False: it is none, or not whole. */
+static bool apply(puller *r, const patch_offers *offers, uint64_t k, copy *to)
 {
     uint64_t first[64], bytes = offers->patches[k].bytes;
     uint64_t box = offers->first_box + PATCH_BOXES * k;
@@ -192,10 +234,12 @@ static void apply(puller *r, const patch_offers *offers, uint64_t k, copy *to)
     read_range(r, box, 0, offers->directory_bytes, directory);
     for (uint64_t at = 0; at < bytes; at += 1000)
         read_range(r, box + 1, at, bytes - at < 1000 ? bytes - at : 1000, changes + at);
-    assert_true(patch_directory_read(directory, to->length, bytes, first));
+    if (!patch_directory_read(directory, to->length, bytes, first))
+        return false;
     for (uint64_t i = 0; i < patch_segments(to->length); i++)
         apply_segment(to, i * PATCH_SEGMENT, changes + PATCH_CHANGE * first[i],
                       first[i + 1] - first[i]);
+    return true;
 }
 
 /* Whether @p held, of generation @p base, becomes the newest step, byte for byte. */
@@ -208,8 +252,8 @@ static bool leads_from(puller *r, uint64_t base)
     while (k < o.count && o.patches[k].from != base)
         k++;
     bool found = same && k < o.count;
-    for (k = found ? k + 1 : 0; k > 0; k--)
-        apply(r, &o, k - 1, &held);
+    for (k = found ? k + 1 : 0; k > 0 && found; k--)
+        found = apply(r, &o, k - 1, &held);
     if (found)
         read_whole(r, &whole);
     puller_end(r);
@@ -252,7 +296,7 @@ SERVER_TEST(a_chain_leads_to_the_newest_step)
 SERVER_TEST(threads_find_all)
 {
     const uint64_t size = 70 << 20;
-    uint8_t *memory = calloc(1, size), *before = malloc(size);
+    uint8_t *memory = trainers_memory(size), *before = malloc(size);
     fanin_server *s = server_start_lease(0);
     patch_offers o;
     uint64_t *first = calloc(patch_segments(size) + 1, sizeof *first);
@@ -282,7 +326,7 @@ SERVER_TEST(threads_find_all)
     free(told);
     free(first);
     free(before);
-    free(memory);
+    free_trainers(memory);
 }
 
 SERVER_TEST(a_wait_that_was_parked_tells_them)
@@ -320,7 +364,7 @@ SERVER_TEST(a_lease_of_the_step_before_has_its_own)
     next(s, 3, 4);
     assert_true(ask(&r, &later));
     assert_int_equal(later.patches[1].from, o.patches[0].from);
-    apply(&r, &o, 0, &held);
+    assert_true(apply(&r, &o, 0, &held));
     read_whole(&r, &whole);
     assert_memory_equal(&held, &whole, sizeof held);
     puller_end(&r);
@@ -360,7 +404,7 @@ SERVER_TEST(without_deltas_nothing_is_told)
     assert_true(ask(&r, &o));
     assert_int_equal(o.count, 1);
     assert_works(fanin_server_remove(s, RUN, NULL, ERROR));
-    server_put(s, RUN, "a", shards.bytes, BYTES);
+    server_put(s, RUN, "a", shards->bytes, BYTES);
     server_commit(s, 5);
     assert_false(ask(&r, &o));
 }
@@ -396,7 +440,7 @@ SERVER_TEST(what_is_too_large_or_finds_no_memory_is_left_out)
     assert_true(ask(&r, &o));
     assert_int_equal(o.count, 0);
     next(s, 4, 4);
-    atomic_store(&lacking, true);
+    lack_memory();
     next(s, 5, 4);
     assert_true(ask(&r, &o));
     assert_int_equal(o.count, 0);
@@ -434,8 +478,8 @@ static fanin_server *filled;
 
 static void abort_it(void)
 {
-    for (size_t i = 0; i < sizeof shards.bytes; i += 100)
-        shards.bytes[i] ^= 1; /* what is copied nevertheless */
+    for (size_t i = 0; i < sizeof shards->bytes; i += 100)
+        shards->bytes[i] ^= 1; /* what is copied nevertheless */
     assert_works(fanin_server_abort_update(filled, RUN, ERROR));
 }
 
@@ -537,3 +581,149 @@ SERVER_TEST(options_are_checked)
     assert_says(error.message, "by reference has no deltas");
     assert_works(commit_with(s, 2, 16, ERROR));
 }
+
+/* ------------------------------------------------------------------ devices */
+
+#ifdef ON_DEVICE
+static fake_cuda_counts counts(void)
+{
+    fake_cuda_counts now;
+    fake_cuda_count(&now);
+    return now;
+}
+
+SERVER_TEST(whoever_does_not_ask_pays_nothing)
+{
+    patch_offers o;
+    uint64_t zeroed = fake_cuda_calls("cuMemsetD8Async");
+    fanin_server *s = server_start_lease(0);
+    put_shards(s);
+    for (uint64_t step = 1; step < 4; step++) {
+        server_begin(s);
+        assert_works(commit_with(s, step, 0, ERROR));
+    }
+    fake_cuda_counts before = counts();
+    next(s, 4, 0);
+    assert_int_equal(fake_cuda_calls("cuMemsetD8Async"), zeroed);
+    next(s, 5, 4);
+    next(s, 6, 4);
+    next(s, 7, 4);
+    assert_int_equal(fake_cuda_calls("cuMemsetD8Async"), zeroed + 2);
+    fake_cuda_counts after = counts();
+    assert_int_equal(after.kernels, before.kernels + 4);
+    assert_int_equal(after.pinned, before.pinned);
+    assert_int_equal(after.allocations, before.allocations);
+    puller r = open(s, &o);
+    next(s, 8, 4);
+    after = counts();
+    assert_int_equal(after.kernels, before.kernels + 8);
+    assert_int_equal(after.pinned, before.pinned + 1);
+    assert_true(after.pinned_bytes - before.pinned_bytes < sizeof *shards / 8 + 128);
+    puller_close(&r);
+}
+
+/* Deltas are switched on later: what was between boxes has to be the same in both arenas first. */
+SERVER_TEST(arenas_that_were_there_are_zeroed_first)
+{
+    patch_offers o;
+    uint8_t *rubbish = fake_cuda_alloc(0, (uint64_t)2 << 20, FAKE_CUDA_MALLOC);
+    memset(fake_cuda_alias(rubbish), 0x5a, (size_t)2 << 20);
+    fake_cuda_free(rubbish);
+    fanin_server *s = server_start_lease(0);
+    put_shards(s);
+    assert_works(commit_with(s, 1, 0, ERROR));
+    next(s, 2, 0);
+    next(s, 3, 4);
+    puller r = open(s, &o);
+    uint64_t base = puller_begin(&r).epoch;
+    read_whole(&r, &held);
+    puller_end(&r);
+    next(s, 4, 4);
+    assert_true(leads_from(&r, base));
+    assert_int_equal(server_stats(s).patches_made, 1);
+}
+
+static CUstream new_stream(void)
+{
+    CUcontext context;
+    CUstream made;
+    assert_int_equal(cuDevicePrimaryCtxRetain(&context, 0), CUDA_SUCCESS);
+    assert_int_equal(cuCtxPushCurrent(context), CUDA_SUCCESS);
+    assert_int_equal(cuStreamCreate(&made, CU_STREAM_NON_BLOCKING), CUDA_SUCCESS);
+    return made;
+}
+
+static void free_stream(CUstream made)
+{
+    CUcontext context;
+    assert_int_equal(cuStreamDestroy(made), CUDA_SUCCESS);
+    assert_int_equal(cuCtxPopCurrent(&context), CUDA_SUCCESS);
+    assert_int_equal(cuDevicePrimaryCtxRelease(0), CUDA_SUCCESS);
+}
+
+/* It waits for the copies alone. The step is told when its patch is there. */
+SERVER_TEST(the_trainers_stream_does_not_wait_for_a_patch)
+{
+    patch_offers o;
+    CUstream made = new_stream();
+    fanin_server *s = server_start_lease(0);
+    server_put(s, RUN, "a", shards->bytes,
+               1000); /* one entry; eight shares of a segment */
+    assert_works(commit_with(s, 1, 4, ERROR));
+    puller r = open(s, &o);
+    uint64_t base = o.generation;
+    server_begin(s);
+    shards->bytes[7] ^= 1;
+    fanin_commit_options options;
+    fanin_commit_options_init(&options, sizeof options);
+    options.flags = FANIN_COMMIT_SNAPSHOT;
+    options.cast = FANIN_DTYPE_BF16;
+    options.deltas = 4;
+    options.stream = (fanin_stream){.handle = made};
+    fake_cuda_hold_kernel(0, 4);
+    assert_works(fanin_server_commit(s, RUN, 2, &options, ERROR));
+    assert_true(fake_cuda_wait_kernel_held(0));
+    assert_int_equal(cuStreamSynchronize(made), CUDA_SUCCESS);
+    assert_true(ask(&r, &o));
+    assert_int_equal(o.generation, base);
+    fake_cuda_release(0);
+    peer_request_patches(&r.control, WIRE_RULE_AT_LEAST, 2);
+    assert_true(peer_patches(&r.control, &o));
+    assert_int_equal(o.patches[0].from, base);
+    assert_int_equal(o.patches[0].bytes, PATCH_CHANGE);
+    free_stream(made);
+}
+
+/* A reader still has the oldest patch when the publication goes. */
+SERVER_TEST(a_patch_outlives_its_publication)
+{
+    patch_offers o;
+    fanin_server *s = start();
+    puller r = open(s, &o);
+    next(s, 2, 4);
+    assert_true(ask(&r, &o));
+    puller_begin(&r);
+    read_range(&r, o.first_box, 0, o.directory_bytes, directory);
+    assert_works(fanin_server_remove(s, RUN, NULL, ERROR));
+    puller_close(&r);
+    server_stop(&s, 0);
+    assert_int_equal(counts().pinned, 0);
+}
+
+static int set_up(void **state)
+{
+    if (device_set_up(state) != 0)
+        return -1;
+    assert_works(gpu_load(&(logger){0}, &(gpu *){NULL}, ERROR));
+    shards = trainers_memory(sizeof *shards);
+    return 0;
+}
+#else
+static int set_up(void **state)
+{
+    shards = trainers_memory(sizeof *shards);
+    return 0;
+}
+#endif
+
+TESTS_BETWEEN(set_up, NULL)

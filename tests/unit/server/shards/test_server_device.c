@@ -364,14 +364,15 @@ static void commit_deltas(fanin_server *s, uint64_t step)
     assert_works(fanin_server_commit(s, RUN, step, &o, ERROR));
 }
 
-/* Not of the host's part alone either. */
-DEVICE_TEST(device_memory_has_no_patches)
+/* Not of the host's part alone either, nor of one device of two. */
+DEVICE_TEST(memory_of_several_kinds_has_no_patches)
 {
     static uint8_t memory[1000];
     fanin_server *s = server_start_lease(0);
     patch_offers offers;
     log_listen("no-patches");
     server_put(s, RUN, "a", device_alloc(0, 1000, FAKE_CUDA_MALLOC), 1000);
+    server_put(s, RUN, "b", memory, sizeof memory);
     commit_deltas(s, 1);
     peer p = peer_open(s);
     peer_request_patches(&p, WIRE_RULE_NEWEST, 0);
@@ -379,10 +380,10 @@ DEVICE_TEST(device_memory_has_no_patches)
     log_expect(0, "");
     commit_deltas(s, 2);
     log_expect(1, RUN ": readers get whole steps");
-    server_put(s, RUN, "b", memory, sizeof memory);
+    server_put(s, RUN, "b", device_alloc(1, 1000, FAKE_CUDA_MALLOC), 1000);
     commit_deltas(s, 3);
     commit_deltas(s, 4);
-    log_expect(1, "host memory");
+    log_expect(1, "the host alone or of one CUDA device");
     peer_request_patches(&p, WIRE_RULE_NEWEST, 0);
     assert_false(peer_patches(&p, &offers));
     assert_int_equal(server_stats(s).patches_lacking, 3);
