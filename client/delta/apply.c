@@ -101,8 +101,10 @@ void delta_apply(const delta *d, size_t source, uint64_t from, uint64_t to,
     const delta_source *s = &d->sources[source];
     const plan *plan = d->whole->plan;
     for (uint64_t i = from; i < to; i++) {
-        landing l = landing_of(plan, d->whole->sources[source].boxes,
-                               &plan->ranks[source].pieces[i], base);
+        const piece *p = &plan->ranks[source].pieces[i];
+        landing l = landing_of(plan, d->whole->sources[source].boxes, p, base);
+        if (delta_device_of(d, l.to) >= 0)
+            continue;
         for (uint32_t k = s->chain; k-- > 0;) {
             const uint64_t *first = s->first + k * (s->segments + 1);
             const uint64_t *at = s->at + k * s->segments;

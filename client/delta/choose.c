@@ -3,6 +3,7 @@
 #include "delta/delta.h"
 
 #include "delta/delta_internal.h"
+#include "device/devices.h"
 #include "error_set.h"
 #include "net/client_rules.h"
 #include <stdlib.h>
@@ -117,6 +118,21 @@ static fanin_status plan_directories(delta *d, const char **because, fanin_error
     return delta_end_plan(d, because, error);
 }
 
+/* NULL: those of the destination's devices can apply patches. */
+static const char *find_devices(delta *d)
+{
+    for (size_t i = 0; i < d->n_ranges; i++)
+        device_set_add(&d->devices, d->ranges[i].device);
+    if (d->devices.n > 0 && !devices_memory(d->client))
+        return "there is no memory to apply patches on a device";
+    for (size_t i = 0; i < d->devices.n; i++) {
+        if (gpu_prepare_apply(d->client->devices->g, d->devices.device[i], NULL) !=
+            FANIN_OK)
+            return "a device of the destination cannot apply patches";
+    }
+    return NULL;
+}
+
 static fanin_status look_for_patches(delta *d, const delta_scene *s,
                                      const base_step *base, const char **because,
                                      fanin_error *error)
@@ -125,6 +141,8 @@ static fanin_status look_for_patches(delta *d, const delta_scene *s,
     if (!d->sources)
         return error_set_memory(error);
     *because = find_chains(d, s, base);
+    if (!*because)
+        *because = find_devices(d);
     return *because ? FANIN_OK : plan_directories(d, because, error);
 }
 
@@ -143,6 +161,8 @@ fanin_status delta_choose(const delta_scene *s, const base_step *base, delta **o
         return error_set_memory(error);
     *d = (delta){.client = s->client,
                  .whole = s->plan,
+                 .ranges = s->ranges,
+                 .n_ranges = s->n_ranges,
                  .base_step = base->step,
                  .most = s->plan->plan->bytes / 2,
                  .reader = reader};

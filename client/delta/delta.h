@@ -27,25 +27,32 @@ typedef struct delta_source {
 #define DELTA_NONE UINT64_MAX
 
 typedef struct delta {
-    const fanin_client *client;
-    const path_plan *whole; /**< that the base holds, and whose bytes change */
-    delta_source *sources;  /**< one each of the plan */
+    fanin_client *client;
+    const path_plan *whole;     /**< that the base holds, and whose bytes change */
+    delta_source *sources;      /**< one each of the plan */
+    const memory_range *ranges; /**< of the destination */
+    size_t n_ranges;
+    device_set devices; /**< that it is on */
     uint64_t base_step;
     uint64_t most; /**< bytes that patches may have: half of the whole */
     /** what is to be read now; of the whole's sources */
     path_plan read;
     const path_reader *reader; /**< that reads it */
     void **details;            /**< what it reads each source by: a read_list */
-    uint8_t *staging; /**< where that lands: `to` of its pieces counts from here */
-    uint64_t bytes;   /**< of all that was to be read up to now */
+    /** where that lands: `to` of its pieces counts from here. With devices it is the client's, and
+        pinned */
+    uint8_t *staging;
+    uint64_t bytes; /**< of all that was to be read up to now */
 } delta;
 
 /** What a pull has agreed upon. */
 typedef struct delta_scene {
-    const fanin_client *client;
+    fanin_client *client;
     const publication *publication;
     const path_plan *plan;         /**< its ranks have their paths */
     const announcement *announced; /**< one a peer */
+    const memory_range *ranges;    /**< of the destination, kept by the caller */
+    size_t n_ranges;
 } delta_scene;
 
 /** Whether patches lead from @p base (NULL: none) to what was announced: *@p out, whose first plan
@@ -57,13 +64,27 @@ void delta_free(delta **d);
 /** The directories have landed: the next plan is of the changes. *@p because: they are too many,
     and nothing is to be read. Errors likewise. */
 fanin_status delta_plan_changes(delta *d, const char **because, fanin_error *error);
-/** The changes have landed: whether they can be applied. FANIN_ERR_PROTOCOL likewise. */
-fanin_status delta_check(const delta *d, fanin_error *error);
+/** The changes have landed: whether part @p part of @p parts of them can be applied. Several
+    threads may. FANIN_ERR_PROTOCOL likewise. */
+fanin_status delta_check(const delta *d, size_t part, size_t parts, fanin_error *error);
 
-/** Applies the source's patches, oldest first, to what its pieces [@p from, @p to) have filled;
-    their places are added to @p base. Pieces of others are not touched. */
+/** Applies the source's patches, oldest first, to what its pieces [@p from, @p to) have filled of
+    host memory; their places are added to @p base. Pieces of others are not touched. */
 void delta_apply(const delta *d, size_t source, uint64_t from, uint64_t to,
                  uint8_t *base);
+/** Applies all patches to what pieces have filled of devices' memory, after the work that is on
+    @p after now, and waits for that. FANIN_ERR_MEMORY, FANIN_ERR_TRANSPORT; FANIN_ERR_TIMEOUT:
+    kernels may still write the destination, also later. */
+fanin_status delta_apply_devices(const delta *d, const uint8_t *base,
+                                 const fanin_stream *after, fanin_error *error);
+
+/** The device that holds @p at of the destination, -1: host memory. */
+static inline int delta_device_of(const delta *d, const void *at)
+{
+    const memory_range *range =
+        d->devices.n > 0 ? memory_range_find(d->ranges, d->n_ranges, at) : NULL;
+    return range ? range->device : -1;
+}
 
 /** Where the piece's first byte is in its rank's copy. */
 static inline uint64_t delta_origin(const box_table *boxes, const piece *p)

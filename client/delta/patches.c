@@ -2,6 +2,7 @@
 /* What is read of patches, and whether it is what it is to be. */
 #include "delta/delta_internal.h"
 
+#include "device/devices.h"
 #include "error_set.h"
 #include <stdlib.h>
 #include <string.h>
@@ -121,6 +122,21 @@ fanin_status delta_read_range(delta *d, size_t source, uint64_t box, uint64_t of
     return FANIN_OK;
 }
 
+/* What was there has been read. */
+static fanin_status make_staging(delta *d, uint64_t bytes, const char **because,
+                                 fanin_error *error)
+{
+    if (d->devices.n > 0) {
+        if (device_memory_patches(d->client->devices->memory, bytes, &d->staging,
+                                  NULL) != FANIN_OK)
+            *because = "patches for a device find no pinned memory";
+        return FANIN_OK;
+    }
+    free(d->staging);
+    d->staging = array_large(bytes, 1);
+    return d->staging ? FANIN_OK : error_set_memory(error);
+}
+
 fanin_status delta_end_plan(delta *d, const char **because, fanin_error *error)
 {
     if (!d->read.plan && !begin_plan(d))
@@ -130,9 +146,7 @@ fanin_status delta_end_plan(delta *d, const char **because, fanin_error *error)
         *because = delta_too_large;
         return FANIN_OK;
     }
-    free(d->staging);
-    d->staging = array_large(d->read.plan->bytes + 1, 1);
-    return d->staging ? FANIN_OK : error_set_memory(error);
+    return make_staging(d, d->read.plan->bytes + 1, because, error);
 }
 
 /* ----------------------------------------------------------------- directories */
@@ -220,14 +234,15 @@ fanin_status delta_plan_changes(delta *d, const char **because, fanin_error *err
 
 /* --------------------------------------------------------------------- changes */
 
-fanin_status delta_check(const delta *d, fanin_error *error)
+fanin_status delta_check(const delta *d, size_t part, size_t parts, fanin_error *error)
 {
     for (size_t i = 0; i < d->whole->n_sources; i++) {
         const delta_source *s = &d->sources[i];
         for (uint32_t k = 0; k < s->chain; k++) {
             const uint64_t *first = s->first + k * (s->segments + 1);
             const uint64_t *at = s->at + k * s->segments;
-            for (uint64_t j = 0; j < s->segments; j++) {
+            uint64_t end = s->segments * (part + 1) / parts;
+            for (uint64_t j = s->segments * part / parts; j < end; j++) {
                 if (at[j] != DELTA_NONE &&
                     !patch_segment_is_sound(d->staging + at[j], first[j + 1] - first[j],
                                             PATCH_SEGMENT))
@@ -249,7 +264,8 @@ void delta_free(delta **d)
         free((*d)->sources[i].needed);
     }
     free((*d)->sources);
-    free((*d)->staging);
+    if ((*d)->devices.n == 0)
+        free((*d)->staging);
     free(*d);
     *d = NULL;
 }

@@ -31,6 +31,12 @@ typedef struct gather {
     void *entries[GPU_MAX_DEVICES]; /* pinned; NULL: none yet */
 } gather;
 
+/* Memory that grows. */
+typedef struct room {
+    void *memory; /* NULL: none yet */
+    uint64_t bytes;
+} room;
+
 struct device_memory {
     gpu *g;
     pool_chunk chunks[POOL_CHUNKS];
@@ -39,6 +45,7 @@ struct device_memory {
     bool abandoned;
     device_staging *staging[GPU_MAX_DEVICES];
     gather gather;
+    room patches, tables[GPU_MAX_DEVICES];
 };
 
 device_memory *device_memory_create(gpu *g)
@@ -101,6 +108,9 @@ void device_memory_destroy(device_memory **memory)
         drop_side(m, i, &m->gather.sides[i]);
     }
     free_pinned(m, m->gather.landing);
+    free_pinned(m, m->patches.memory);
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        gpu_free(m->g, i, m->tables[i].memory);
     for (size_t i = 0; i < POOL_CHUNKS && !m->abandoned; i++)
         free_pinned(m, m->chunks[i].bytes);
     for (size_t i = 0; i < POOL_AREAS / AREAS_AT_ONCE && !m->abandoned; i++)
@@ -238,6 +248,42 @@ bool device_memory_close(device_memory *m, bool drained)
 void device_memory_abandon(device_memory *m)
 {
     m->abandoned = true;
+}
+
+/* ----------------------------------------------------- patches for devices */
+
+/* Some more than is asked for: the next step's are a little larger or smaller. */
+static uint64_t with_some_more(uint64_t bytes)
+{
+    return bytes + bytes / 4;
+}
+
+fanin_status device_memory_patches(device_memory *m, uint64_t bytes, uint8_t **out,
+                                   fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    room *r = &m->patches;
+    if (r->bytes < bytes || !r->memory) {
+        free_pinned(m, r->memory);
+        *r = (room){.bytes = with_some_more(bytes)};
+        status = gpu_host_alloc(m->g, r->bytes, &r->memory, error);
+    }
+    *out = r->memory;
+    return status;
+}
+
+fanin_status device_memory_tables(device_memory *m, int device, uint64_t bytes,
+                                  uint8_t **out, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    room *r = &m->tables[device];
+    if (r->bytes < bytes || !r->memory) {
+        gpu_free(m->g, device, r->memory);
+        *r = (room){.bytes = with_some_more(bytes)};
+        status = gpu_alloc(m->g, device, r->bytes, &r->memory, error);
+    }
+    *out = r->memory;
+    return status;
 }
 
 /* -------------------------------------------------------- reads by cuda_ipc */
@@ -427,6 +473,9 @@ fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
 void device_memory_leave(device_memory *m)
 {
     m->gather = (gather){.landing = NULL};
+    m->patches = (room){.memory = NULL};
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        m->tables[i] = (room){.memory = NULL};
 }
 
 bool device_memory_drain(device_memory *m, deadline at)
@@ -479,6 +528,14 @@ ipc_map *devices_map(fanin_client *client)
     if (!d->map && client_gpu(client))
         d->map = ipc_map_create(d->g);
     return d->map;
+}
+
+device_memory *devices_memory(fanin_client *client)
+{
+    devices *d = client->devices;
+    if (!d->memory && client_gpu(client))
+        d->memory = device_memory_create(d->g);
+    return d->memory;
 }
 
 void devices_disconnect(fanin_client *client)

@@ -69,6 +69,15 @@ bool device_memory_close(device_memory *m, bool drained);
 /** A device did not finish a landing: whatever it may be reading is never freed. */
 void device_memory_abandon(device_memory *m);
 
+/* ----------------------------------------------------- patches for devices */
+
+/** Pinned room for patches of @p bytes, which overwrite what was there; stays the keeper's. */
+fanin_status device_memory_patches(device_memory *m, uint64_t bytes, uint8_t **out,
+                                   fanin_error *error);
+/** Room on @p device for tables of @p bytes that are applied by, likewise. */
+fanin_status device_memory_tables(device_memory *m, int device, uint64_t bytes,
+                                  uint8_t **out, fanin_error *error);
+
 /* -------------------------------------------------------- reads by cuda_ipc */
 
 #define GATHER_DEVICES 4 /**< that gather for host memory at most */
@@ -142,7 +151,8 @@ void device_memory_gather(device_memory *m, const gather_set *set);
 fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
                                  bool pinned, gather_lane lanes[GATHER_LANES],
                                  fanin_error *error);
-/** A device did not end a read: streams, lanes and probes are never freed, nor used again. */
+/** A device did not end a read: streams, lanes, probes, patches and tables are never freed, nor
+    used again. */
 void device_memory_leave(device_memory *m);
 /** Waits for what is on the streams. False: it has not ended before @p at, and
     device_memory_leave() was called. */
@@ -165,6 +175,8 @@ fanin_status devices_create(fanin_client *client, fanin_error *error);
 gpu *client_gpu(fanin_client *client);
 /** client->devices->map, made if need be. NULL: there is no CUDA, or no memory. */
 ipc_map *devices_map(fanin_client *client);
+/** devices->memory, made if need be. NULL: there is no CUDA, or no memory. */
+device_memory *devices_memory(fanin_client *client);
 /** Unmaps all memory of other processes, frees the own and ends the own streams, for which it waits
     5 s at most: what one may use is never freed then. After device_memory_close(). */
 void devices_disconnect(fanin_client *client);

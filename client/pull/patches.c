@@ -15,13 +15,7 @@ static const char *whole_because(const pull *p)
 {
     if (p->unequal)
         return "what patches had led to was not what the ranks held";
-    if (p->identity.dtype != 0)
-        return "tensors arrive as another dtype";
-    for (size_t i = 0; i < p->goal.n_ranges; i++) {
-        if (p->goal.ranges[i].device >= 0)
-            return "some of the destination is memory of a device";
-    }
-    return NULL;
+    return p->identity.dtype != 0 ? "tensors arrive as another dtype" : NULL;
 }
 
 /* Leases that are held stay: the whole is read under them. */
@@ -40,7 +34,9 @@ fanin_status pull_choose(pull *p, fanin_error *error)
     const delta_scene scene = {.client = p->client,
                                .publication = p->publication,
                                .plan = &p->cache->whole.plan,
-                               .announced = p->announced};
+                               .announced = p->announced,
+                               .ranges = p->goal.ranges,
+                               .n_ranges = p->goal.n_ranges};
     const char *because = whole_because(p);
     const destination *d = p->destination;
     base_step *held = because ? NULL : delta_base_copy(d->base, &p->drops);
@@ -89,6 +85,17 @@ void pull_patches_begun(pull *p)
     }
 }
 
+/* Changed bytes from which threads check and apply them: a word takes some 2 ns. */
+#define THREADS_FROM ((uint64_t)1 << 18)
+/* More than threads: pieces have more changes or fewer. */
+#define PARTS 64
+
+static workers *open_workers(pull *p, workers_fn fn)
+{
+    bool worth = p->delta->read.plan->bytes >= THREADS_FROM;
+    return workers_open(p->client, UINT64_MAX, PARTS, worth, fn, p);
+}
+
 /* --------------------------------------------------------------------- reading */
 
 static fanin_status read_patches(pull *p, fanin_error *error)
@@ -106,6 +113,26 @@ static fanin_status read_patches(pull *p, fanin_error *error)
     return status;
 }
 
+static fanin_status check_patch_part(void *cookie, size_t part, work_stop *stop,
+                                     fanin_error *error)
+{
+    const pull *p = cookie;
+    (void)stop;
+    return delta_check(p->delta, part, PARTS, error);
+}
+
+static fanin_status check_patches(pull *p, fanin_error *error)
+{
+    workers *w = open_workers(p, check_patch_part);
+    if (!w)
+        return error_set_memory(error);
+    for (size_t i = 0; i < PARTS; i++)
+        workers_begin(w, i);
+    fanin_status status = workers_finish(w, NULL, error);
+    workers_close(&w);
+    return status;
+}
+
 fanin_status pull_patches(pull *p, fanin_error *error)
 {
     const char *because = NULL;
@@ -119,7 +146,7 @@ fanin_status pull_patches(pull *p, fanin_error *error)
     if (status == FANIN_OK)
         status = read_patches(p, error);
     if (status == FANIN_OK)
-        status = delta_check(p->delta, error);
+        status = check_patches(p, error);
     if (status == FANIN_OK && !CLIENT_RULE(CLIENT_RULE_APPLY))
         status = pull_apply(p, error);
     if (status == FANIN_OK)
@@ -128,11 +155,6 @@ fanin_status pull_patches(pull *p, fanin_error *error)
 }
 
 /* -------------------------------------------------------------------- applying */
-
-/* Changed bytes from which threads apply them: a word takes some 2 ns. */
-#define THREADS_FROM ((uint64_t)1 << 18)
-/* More than threads: pieces have more changes or fewer. */
-#define PARTS 64
 
 /* So much of each source. It is not stopped: a moment late is better than torn. */
 static fanin_status apply_part(void *cookie, size_t part, work_stop *stop,
@@ -160,8 +182,7 @@ static bool begin_to_write(pull *p)
 
 fanin_status pull_apply(pull *p, fanin_error *error)
 {
-    bool worth = p->delta->read.plan->bytes >= THREADS_FROM;
-    workers *w = workers_open(p->client, UINT64_MAX, PARTS, worth, apply_part, p);
+    workers *w = open_workers(p, apply_part);
     if (!w)
         return error_set_memory(error);
     bool holds = begin_to_write(p);
@@ -169,6 +190,12 @@ fanin_status pull_apply(pull *p, fanin_error *error)
         workers_begin(w, i);
     fanin_status status = workers_finish(w, NULL, error);
     workers_close(&w);
+    if (status == FANIN_OK && holds)
+        status = delta_apply_devices(p->delta, p->base, &p->options->stream, error);
+    if (status == FANIN_ERR_TIMEOUT)
+        p->destination->leak = true;
+    if (status != FANIN_OK)
+        return status;
     p->result->info.restarts += !holds;
     p->state = !holds ? PULL_START : p->kept ? PULL_COMPARE : PULL_PUBLISH;
     return status;

@@ -24,7 +24,8 @@ fanin_status pull_recall(pull *p, fanin_error *error);
 void pull_patches_begun(pull *p);
 /** PULL_PATCHES. Errors as of pull_read(), and FANIN_ERR_PROTOCOL, which names the rank. */
 fanin_status pull_patches(pull *p, fanin_error *error);
-/** PULL_APPLY. FANIN_ERR_MEMORY, before anything is written. */
+/** PULL_APPLY. FANIN_ERR_MEMORY: what is host memory may have been written; and errors as of
+    delta_apply_devices(). */
 fanin_status pull_apply(pull *p, fanin_error *error);
 /** PULL_COMPARE. FANIN_OK: what the destination holds is what the ranks had digested, or the whole
     is read in another attempt. FANIN_ERR_MEMORY. */

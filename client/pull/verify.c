@@ -391,7 +391,7 @@ fanin_status pull_verify(pull *p, fanin_error *error)
 /* What is worth threads to digest. */
 #define COMPARE_THREADS_FROM ((uint64_t)8 << 20)
 
-/* So much of each rank. It lies in host memory, as patches do. */
+/* So much of each rank; all of it lies in host memory. */
 static fanin_status compare_part(void *cookie, size_t part, work_stop *stop,
                                  fanin_error *error)
 {
@@ -417,17 +417,38 @@ static fanin_status compare_part(void *cookie, size_t part, work_stop *stop,
     return status;
 }
 
-fanin_status verify_kept(verifier *v, bool *equal, fanin_error *why)
+/* Kernels digest what is on devices, one behind the other, and this thread the rest. */
+static fanin_status compare_with_devices(verifier *v, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < v->n_inquiries && status == FANIN_OK; i++) {
+        inquiry *q = &v->inquiries[i];
+        if (q->n_units > 0 && !q->digests &&
+            !(q->digests = calloc(q->n_units, sizeof *q->digests)))
+            return error_set_memory(error);
+        status = compare_held(q, 0, q->n_units, (const uint8_t *)q->told, error);
+    }
+    return status;
+}
+
+static fanin_status compare_by_threads(verifier *v, fanin_error *error)
 {
     bool worth = v->plan->plan->bytes >= COMPARE_THREADS_FROM;
     workers *w =
         workers_open(v->p->client, v->p->at, COMPARE_PARTS, worth, compare_part, v);
     if (!w)
-        return error_set_memory(why);
+        return error_set_memory(error);
     for (size_t i = 0; i < COMPARE_PARTS; i++)
         workers_begin(w, i);
-    fanin_status status = workers_finish(w, NULL, why);
+    fanin_status status = workers_finish(w, NULL, error);
     workers_close(&w);
+    return status;
+}
+
+fanin_status verify_kept(verifier *v, bool *equal, fanin_error *why)
+{
+    fanin_status status = v->p->delta->devices.n > 0 ? compare_with_devices(v, why)
+                                                     : compare_by_threads(v, why);
     *equal = status == FANIN_OK;
     return status == FANIN_ERR_TRANSPORT ? FANIN_OK : status;
 }

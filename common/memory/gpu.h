@@ -227,5 +227,9 @@ fanin_status gpu_prepare_patches(gpu *g, int device, fanin_error *error);
     to be kept until it has run, also after an error: some of it may be queued. */
 fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
                            fanin_error *error);
+/** The same two of applying one to memory of the device; one run a segment at most. */
+fanin_status gpu_prepare_apply(gpu *g, int device, fanin_error *error);
+fanin_status gpu_patch_apply(gpu_stream *stream, const patch_apply_parameters *p,
+                             fanin_error *error);
 
 #endif

@@ -63,7 +63,7 @@
     X(cuFlushGPUDirectRDMAWrites)
 
 /** Kernels of patch_kernel.cu. */
-enum { PATCH_COUNT, PATCH_SCAN, PATCH_EMIT, PATCH_KERNELS };
+enum { PATCH_COUNT, PATCH_SCAN, PATCH_EMIT, PATCH_APPLY, PATCH_KERNELS };
 
 /** A kernel on a device. */
 typedef struct gpu_kernel {

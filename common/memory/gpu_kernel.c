@@ -128,6 +128,8 @@ static fanin_status need_patch_kernel(gpu *g, int device, int which, fanin_error
                         PATCH_SCAN_THREADS},
         [PATCH_EMIT] = {"patch", PATCH_EMIT_NAME, patch_kernel_image,
                         PATCH_KERNEL_THREADS},
+        [PATCH_APPLY] = {"patch", PATCH_APPLY_NAME, patch_kernel_image,
+                         PATCH_KERNEL_THREADS},
     };
     gpu_slot *slot = &g->slots[device];
     return need_other(g, device, &sources[which], &slot->patch[which],
@@ -268,6 +270,29 @@ fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
             kernel_launch(stream, &kernels[i], "patch", i == PATCH_SCAN ? 1 : blocks,
                           i == PATCH_SCAN ? PATCH_SCAN_THREADS : PATCH_KERNEL_THREADS,
                           &parameters, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+fanin_status gpu_prepare_apply(gpu *g, int device, fanin_error *error)
+{
+    return need_patch_kernel(g, device, PATCH_APPLY, error);
+}
+
+fanin_status gpu_patch_apply(gpu_stream *stream, const patch_apply_parameters *p,
+                             fanin_error *error)
+{
+    gpu *g = stream->g;
+    patch_apply_parameters parameters = *p;
+    if (p->count == 0)
+        return FANIN_OK;
+    fanin_status status = gpu_prepare_apply(g, stream->device, error);
+    if (status == FANIN_OK)
+        status = gpu_context_enter(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    status = kernel_launch(stream, &g->slots[stream->device].patch[PATCH_APPLY],
+                           "patch", p->count, PATCH_KERNEL_THREADS, &parameters, error);
     gpu_context_leave(g);
     return status;
 }

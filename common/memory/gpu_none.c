@@ -254,4 +254,15 @@ fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
     return gpu_none_refuse(error);
 }
 
+fanin_status gpu_prepare_apply(gpu *g, int device, fanin_error *error)
+{
+    return gpu_none_refuse(error);
+}
+
+fanin_status gpu_patch_apply(gpu_stream *stream, const patch_apply_parameters *p,
+                             fanin_error *error)
+{
+    return gpu_none_refuse(error);
+}
+
 /* NOLINTEND(misc-unused-parameters) */

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Making: what differs between two copies, in words of two bytes. A warp takes an eighth of a
- * segment, eight words a lane at a time: what it finds is in order. Both copies are read twice, to count and to
- * emit, as where a segment's changes lie is known when all before it are counted. Host memory is
- * written in rows of what a warp has gathered in shared memory: by single words the link would
- * carry little but addresses.
+ * segment, eight words a lane at a time: what it finds is in order. Both copies are read twice, to
+ * count and to emit, as where a segment's changes lie is known when all before it are counted. Host
+ * memory is written in rows of what a warp has gathered in shared memory: by single words the link
+ * would carry little but addresses.
  */
 #include "patch_kernel.h"
 
@@ -213,5 +213,69 @@ extern "C" __global__ void __launch_bounds__(PATCH_KERNEL_THREADS)
                 gather_step(r, f.before[i], f.after[i], place + at + i * STEP, lane);
         }
         write_row(r, lane);
+    }
+}
+
+/* --------------------------------------------------------------------------- applying */
+
+/* Where the landing's byte @p at is; NULL: between two runs, and nobody wants it. */
+static __device__ char *landed_at(const patch_landing &l, uint64_t at)
+{
+    char *to = reinterpret_cast<char *>(l.to);
+    if (l.n_dims == 0)
+        return to + at;
+    for (uint32_t i = 0; i < l.n_dims; i++) {
+        const uint64_t index = at / l.from_step[i];
+        if (index >= l.extent[i])
+            return nullptr;
+        at -= index * l.from_step[i];
+        to += static_cast<int64_t>(index) * l.to_step[i];
+    }
+    return at < l.run ? to + at : nullptr;
+}
+
+/* The word at byte @p at of the copy, as far as it is the landing's. */
+static __device__ void land(const patch_landing &l, uint64_t at, uint16_t word)
+{
+    if (at >= l.end || at + 1 < l.from)
+        return;
+    if (l.even) {
+        char *to = landed_at(l, at - l.from);
+        if (to)
+            *reinterpret_cast<uint16_t *>(to) = word;
+        return;
+    }
+    for (uint32_t i = 0; i < 2; i++) {
+        const uint64_t byte = at + i;
+        char *to =
+            byte >= l.from && byte < l.end ? landed_at(l, byte - l.from) : nullptr;
+        if (to)
+            *to = static_cast<char>(word >> 8 * i);
+    }
+}
+
+/* A block takes a run at a time: what it reads of host memory it reads once, and in rows. */
+extern "C" __global__ void __launch_bounds__(PATCH_KERNEL_THREADS)
+    fanin_patch_apply(const patch_apply_parameters p)
+{
+    for (uint64_t k = blockIdx.x; k < p.count; k += gridDim.x) {
+        const patch_run run = p.runs[k];
+        const uint16_t *places = reinterpret_cast<const uint16_t *>(run.changes),
+                       *words = places + run.count;
+        for (uint32_t base = threadIdx.x; base < run.count;
+             base += DEPTH * PATCH_KERNEL_THREADS) {
+            uint32_t place[DEPTH];
+            uint16_t word[DEPTH];
+#pragma unroll
+            for (uint32_t i = 0; i < DEPTH; i++) {
+                const uint32_t at = base + i * PATCH_KERNEL_THREADS;
+                place[i] = at < run.count ? __ldcs(places + at) : PATCH_KERNEL_SEGMENT;
+                word[i] = at < run.count ? __ldcs(words + at) : 0;
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < DEPTH; i++)
+                for (uint32_t j = 0; place[i] < PATCH_KERNEL_SEGMENT && j < run.n; j++)
+                    land(p.landings[run.first + j], run.start + 2 * place[i], word[i]);
+        }
     }
 }

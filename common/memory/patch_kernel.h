@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The interface of the kernels that make a patch between two copies on a device. Plain C, shared by
- * the kernels' source, their caller, and whatever else carries them out. What a patch is:
- * proto/patch.h.
+ * The interface of the kernels that make a patch between two copies on a device, and of the one
+ * that applies a patch there. Plain C, shared by the kernels' source, their caller, and whatever
+ * else carries them out. What a patch is: proto/patch.h.
  */
 #ifndef PATCH_KERNEL_H
 #define PATCH_KERNEL_H
@@ -58,5 +58,37 @@ CONVERT_CODE uint64_t patch_kernel_scratch(uint64_t bytes)
     uint64_t n = patch_kernel_segments(bytes);
     return n * PATCH_SHARES * sizeof(uint16_t) + (n + 1) * sizeof(uint64_t);
 }
+
+/* -------------------------------------------------------------------- applying */
+
+#define PATCH_APPLY_NAME "fanin_patch_apply"
+#define PATCH_DIMS 8 /**< FANIN_MAX_DIMS */
+
+/** Bytes [from, end) of a copy, and where they have landed. */
+typedef struct patch_landing {
+    uint64_t from, end;
+    uint64_t to;     /**< of the first byte */
+    uint32_t n_dims; /**< 0: contiguous */
+    uint32_t even;   /**< every word of it lies in one run, at an even address */
+    /* the view's, from the first byte on; strides of the copy descend */
+    uint64_t run; /**< bytes of a run */
+    uint64_t extent[PATCH_DIMS], from_step[PATCH_DIMS];
+    int64_t to_step[PATCH_DIMS];
+} patch_landing;
+
+/** The changes of one segment. */
+typedef struct patch_run {
+    const uint8_t *changes; /**< places, then words; pinned host memory, aligned to 2 */
+    uint64_t start;         /**< of the segment in the copy */
+    uint32_t count;
+    uint32_t first, n; /**< landings that may reach into the segment */
+} patch_run;
+
+/** The only parameter of the kernel, by value. */
+typedef struct patch_apply_parameters {
+    const patch_landing *landings; /**< on the device, as are: */
+    const patch_run *runs;         /**< none of which names a word of another */
+    uint64_t count;                /**< of runs */
+} patch_apply_parameters;
 
 #endif

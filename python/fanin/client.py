@@ -306,7 +306,7 @@ class Client(Puller):
             max_bytes: refuse to bring more; None: as many as *tensors* hold.
             verify: as :meth:`pull_adapter`; None: as *deltas*. What patches have made is compared
                 too: where it differs, the same call reads the whole.
-            deltas: *tensors* is what :func:`fanin.pack` made, in host memory.
+            deltas: *tensors* is what :func:`fanin.pack` made.
 
         Raises:
             NotFoundError: no such run or tensor.

@@ -303,7 +303,7 @@ static verdict pull(const scene *s, patch_offers *offers, told (*patches)[CHAIN]
     if (status == FANIN_OK && !because) {
         check(d->read.plan->bytes <= d->most);
         serve(d, patches);
-        status = delta_check(d, &error);
+        status = delta_check(d, 0, 1, &error);
     }
     check(status == FANIN_OK || status == FANIN_ERR_PROTOCOL);
     verdict found = status ? IS_LIE : because ? IS_TOO_LARGE : IS_GOOD;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls by patches from real ranks: after each one the destination holds the step, byte for byte,
-   whatever happened before. */
+   whatever happened before. With ON_DEVICE it is memory of two devices of the stand-in driver,
+   which the CPU can touch as well, and of the host. */
 #include "dtype.h"
 #include "ends.h"
 #include "local_world.h"
@@ -9,6 +10,13 @@
 #include "testing.h"
 #include <stdatomic.h>
 
+#ifdef ON_DEVICE
+#include "fake_cuda.h"
+#include "gpu.h"
+#define PARTS 3
+#else
+#define PARTS 1
+#endif
 #define KEPT 4
 
 /* 420 KB of a matrix, so that a rank has several segments; bytes; words of 4; three dimensions. */
@@ -35,8 +43,10 @@ static fanin_client *client;
 static struct {
     fanin_box boxes[TENSORS];
     fanin_tensor tensors[TENSORS];
-    uint8_t *memory, *before;
-    size_t size;
+    struct part {
+        uint8_t *memory, *before;
+        size_t size;
+    } parts[PARTS]; /* the last one is the host's */
 } l;
 static rank_proxy proxy;
 static bool has_proxy;
@@ -70,18 +80,42 @@ static void place_box(size_t i, share of, size_t *used)
     l.tensors[i] = world_boxes(t, box, 1);
 }
 
+static uint8_t *part_memory(size_t part, size_t size)
+{
+#ifdef ON_DEVICE
+    if (part < PARTS - 1)
+        return memset(fake_cuda_alloc((int)part, size + 1, FAKE_CUDA_MANAGED), 0, size);
+#endif
+    (void)part;
+    return calloc(1, size + 1);
+}
+
+static void free_parts(void)
+{
+    for (size_t i = 0; i < PARTS; i++) {
+#ifdef ON_DEVICE
+        if (i < PARTS - 1 && l.parts[i].memory)
+            fake_cuda_free(l.parts[i].memory);
+        else
+#endif
+            free(l.parts[i].memory);
+        free(l.parts[i].before);
+    }
+    memset(&l, 0, sizeof l);
+}
+
 static void make_destination(share of)
 {
     fanin_destination_free(&into);
-    free(l.memory);
-    free(l.before);
-    l.size = 0;
+    free_parts();
     for (size_t i = 0; i < w.n_tensors; i++)
-        place_box(i, of, &l.size);
-    l.memory = calloc(1, l.size);
-    l.before = calloc(1, l.size);
+        place_box(i, of, &l.parts[i % PARTS].size);
+    for (size_t i = 0; i < PARTS; i++) {
+        l.parts[i].memory = part_memory(i, l.parts[i].size);
+        l.parts[i].before = calloc(1, l.parts[i].size + 1);
+    }
     for (size_t i = 0; i < w.n_tensors; i++)
-        l.boxes[i].address = l.memory + (size_t)l.boxes[i].address;
+        l.boxes[i].address = l.parts[i % PARTS].memory + (size_t)l.boxes[i].address;
     assert_ok(fanin_destination_create(l.tensors, w.n_tensors, &into, &error), error);
 }
 
@@ -124,9 +158,7 @@ static int tear_down(void **state)
     if (has_proxy)
         rank_proxy_stop(&proxy);
     has_proxy = false;
-    free(l.memory);
-    free(l.before);
-    memset(&l, 0, sizeof l);
+    free_parts();
     world_stop(&w);
     return 0;
 }
@@ -165,7 +197,8 @@ static void commit(void)
 static fanin_status pull_by(fanin_client *by)
 {
     fanin_result *result = NULL;
-    memcpy(l.before, l.memory, l.size);
+    for (size_t i = 0; i < PARTS; i++)
+        memcpy(l.parts[i].before, l.parts[i].memory, l.parts[i].size);
     fanin_status status = fanin_client_pull_into(by, &options, into, &result, &error);
     info = (fanin_result_info){.struct_size = sizeof info};
     if (status == FANIN_OK)
@@ -387,8 +420,9 @@ static atomic_bool written_early;
 static void look(void *cookie)
 {
     (void)cookie;
-    if (memcmp(l.memory, l.before, l.size) != 0)
-        written_early = true;
+    for (size_t i = 0; i < PARTS; i++)
+        if (memcmp(l.parts[i].memory, l.parts[i].before, l.parts[i].size) != 0)
+            written_early = true;
 }
 
 /* The client knows rank 0 by a proxy, which strikes before the first such request. */
@@ -464,3 +498,64 @@ CASE(test_ranks_that_die)
         expect_delta(step - 1);
     }
 }
+
+/* ------------------------------------------------------------------------ devices */
+
+#ifdef ON_DEVICE
+static fake_cuda_counts counts(void)
+{
+    fake_cuda_counts now;
+    fake_cuda_count(&now);
+    return now;
+}
+
+/* One launch a patch and device; pinned room and tables stay, and go with the client. */
+CASE(test_launches_and_memory)
+{
+    begin_deltas(1, CUT_CHUNK0, WHOLE);
+    options.verify = false;
+    expect_delta(1);
+    fake_cuda_counts before = counts();
+    for (int i = 0; i < 3; i++)
+        commit();
+    expect_delta(step - 3);
+    assert_int_equal(counts().kernels - before.kernels, 2 * 3);
+    before = counts();
+    commit();
+    expect_delta(step - 1);
+    assert_int_equal(counts().pinned, before.pinned);
+    assert_int_equal(counts().allocations, before.allocations);
+    fanin_client_destroy(&client);
+    assert_int_equal(counts().pinned, 0);
+    assert_int_equal(counts().streams, 0);
+}
+
+CASE(test_what_a_device_cannot_do)
+{
+    begin_deltas(1, CUT_CHUNK0, WHOLE);
+    fake_cuda_fail("cuMemHostAlloc", 2, 0, 1);
+    expect_whole("no pinned memory");
+    commit();
+    expect_delta(step - 1);
+    /* A device that fails ends the pull: what is there is not known. */
+    commit();
+    options.verify = false;
+    fake_cuda_fail("cuLaunchKernel", 719, 0, 1);
+    expect_whole("not known");
+    commit();
+    expect_delta(step - 1);
+}
+
+static int set_up(void **state)
+{
+    (void)state;
+    const char *library = getenv("FANIN_TEST_CUDA_LIBRARY");
+    gpu *g;
+    if (!library)
+        return -1;
+    setenv("FANIN_CUDA_LIBRARY", library, 1);
+    return gpu_load(&(logger){0}, &g, NULL) == FANIN_OK ? 0 : -1;
+}
+
+TESTS_BETWEEN(set_up, NULL)
+#endif

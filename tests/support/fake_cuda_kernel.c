@@ -303,6 +303,56 @@ static void patch_emit(work *w, const void *parameter)
     }
 }
 
+/* Where byte @p at of the landing is; 0: nowhere. */
+static uint64_t landed(const patch_landing *l, uint64_t at)
+{
+    uint64_t to = l->to;
+    if (at < l->from || at >= l->end)
+        return 0;
+    at -= l->from;
+    for (uint32_t i = 0; i < l->n_dims; i++) {
+        if (at / l->from_step[i] >= l->extent[i])
+            return 0;
+        to += (uint64_t)((int64_t)(at / l->from_step[i]) * l->to_step[i]);
+        at %= l->from_step[i];
+    }
+    return l->n_dims == 0 || at < l->run ? to + at : 0;
+}
+
+static void apply_run(work *w, const patch_landing *landings, const patch_run *r)
+{
+    const uint8_t *changes =
+        touch(w, (uint64_t)(uintptr_t)r->changes, UINT64_C(4) * r->count);
+    for (uint32_t i = 0; i < r->count; i++) {
+        uint16_t place;
+        memcpy(&place, changes + 2 * (uint64_t)i, 2);
+        const uint8_t *word = changes + 2 * ((uint64_t)r->count + i);
+        for (uint32_t j = 0; j < 2 * r->n; j++) {
+            const patch_landing *l = &landings[r->first + j / 2];
+            uint64_t to = landed(l, r->start + UINT64_C(2) * place + j % 2);
+            if (to != 0 && l->even && to % 2 != j % 2)
+                fake_die("a word of a patch goes to %#llx", (unsigned long long)to);
+            if (to != 0)
+                *touch(w, to, 1) = word[j % 2];
+        }
+    }
+}
+
+static void patch_apply(work *w, const void *parameter)
+{
+    patch_apply_parameters p;
+    memcpy(&p, parameter, sizeof p);
+    const patch_run *runs = (const patch_run *)touch(w, (uint64_t)(uintptr_t)p.runs,
+                                                     p.count * sizeof *runs);
+    for (uint64_t i = 0; i < p.count; i++) {
+        fake_kernel_gate(w->context, i);
+        const patch_landing *landings = (const patch_landing *)touch(
+            w, (uint64_t)(uintptr_t)p.landings,
+            (runs[i].first + runs[i].n) * sizeof *landings);
+        apply_run(w, landings, &runs[i]);
+    }
+}
+
 /* The pattern of the tool's shards. */
 static void write_pattern(work *w, const void *parameter)
 {
@@ -330,6 +380,8 @@ static struct CUfunc_st functions[] = {
     {PATCH_COUNT_NAME, sizeof(patch_parameters), PATCH_KERNEL_THREADS, patch_count},
     {PATCH_SCAN_NAME, sizeof(patch_parameters), PATCH_SCAN_THREADS, patch_scan},
     {PATCH_EMIT_NAME, sizeof(patch_parameters), PATCH_KERNEL_THREADS, patch_emit},
+    {PATCH_APPLY_NAME, sizeof(patch_apply_parameters), PATCH_KERNEL_THREADS,
+     patch_apply},
     {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
      write_pattern},
 };

@@ -312,12 +312,12 @@ typedef struct fanin_pull_options {
         between pulls, or says so by fanin_destination_touched(). Set verify as well if you are
         not sure: the pull then compares what the destination holds after the patches, and reads
         the whole by itself if that differs (warning, "delta-unequal"). Patches are read by the
-        path stream into host memory; with another path, memory of devices or a dtype that F32
-        arrives as the pull reads the whole. A pull by patches writes the destination when all
-        ranks have confirmed the step, and not before: after an error it mostly still holds the
-        step before, and the next pull goes on from there. The patches take memory of their own,
-        at most half of the whole. progress counts their bytes; bytes_total grows when their
-        sizes are known. Other calls ignore it */
+        path stream; with another path, or a dtype that F32 arrives as, the pull reads the whole.
+        Patches for memory of devices come into pinned host memory, which the client keeps. A pull
+        by patches writes the destination when all ranks have confirmed the step, and not before:
+        after an error it mostly still holds the step before, and the next pull goes on from there.
+        The patches take memory of their own, at most half of the whole. progress counts their
+        bytes; bytes_total grows when their sizes are known. Other calls ignore it */
     bool deltas;
     /** fanin_client_pull_model(): a directory that such a call with delta_from has made, of an
         earlier step. The pull copies its files and reads what has changed since, as deltas and

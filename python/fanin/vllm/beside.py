@@ -45,7 +45,6 @@ class Shadow:
     Args:
         workers: of this engine, who take as much each.
         asking: for what has changed alone, or not; None: for the whole.
-        host: in host memory also where the device has room.
 
     Raises HostError if the host has not so much.
     """
@@ -55,8 +54,6 @@ class Shadow:
         landing: MappedLanding,
         workers: int = 1,
         asking: Asking | None = None,
-        *,
-        host: bool = False,
     ) -> None:
         self._landing = landing
         layouts: dict[tuple[str, str], Any] = {}
@@ -70,23 +67,22 @@ class Shadow:
                 if place == module.path and leaf not in leaves:
                     leaves[leaf] = getattr(landing.module(module.path), leaf)
             layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
-        self._tensors = self._lay_out(layouts, workers, host)
+        self._tensors = self._lay_out(layouts, workers)
         self._packed: PackedMapping = landing.mapping.pack(self._lookup)
         self.holds = sum(group.bytes for group in self._packed.groups)
-        in_host = self.place in ("cpu", _PINNED) and self._packed.dtype is None
-        self._asking = asking if in_host else None
+        self._asking = asking if self._packed.dtype is None else None
         self._installing = landing.installation(self._tensors)
 
     def _lay_out(
-        self, layouts: dict[tuple[str, str], Any], workers: int, host: bool
+        self, layouts: dict[tuple[str, str], Any], workers: int
     ) -> dict[tuple[str, str], Any]:
         import torch
 
         self.bytes = room_of(layouts.values())
         device, pinned = self._landing.device, False
         if device.type == "cuda":
-            host = host or torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE
-            device, pinned = torch.device("cpu") if host else device, host
+            pinned = torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE
+            device = torch.device("cpu") if pinned else device
         if device.type == "cpu":
             require_host_room(self.bytes, workers)
         self.place = _PINNED if pinned else str(device)

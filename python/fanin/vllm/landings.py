@@ -244,10 +244,10 @@ class MappedLanding(Landing):
 
     @property
     def holds_steps(self) -> bool:
-        """Whether the model's host memory has the bytes of the last step as they were published, so
-        that what has changed since can be put there."""
+        """Whether the model's memory has the bytes of the last step as they were published, so that
+        what has changed since can be put there."""
         as_published = not self._skeletons and self.dtype is None and not self.by_loader
-        return as_published and self.device.type == "cpu" and not reload.widened(self.model)
+        return as_published and not reload.widened(self.model)
 
     @property
     def whole(self) -> frozenset[str]:

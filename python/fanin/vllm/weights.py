@@ -91,9 +91,9 @@ class InitInfo(WeightTransferInitInfo):
             that cannot; or "keep".
         verify: compare each step with digests that the ranks make. None: if it may be brought by
             deltas.
-        deltas: read what has changed since the last step, into host memory. "auto": of ranks that
-            keep patches, when a step is read ahead into host memory. True: always; where the
-            model's own memory cannot be patched, each step is read into host memory beside it.
+        deltas: read what has changed since the last step. "auto": of ranks that keep patches, when
+            a step is read ahead. True: always; where the model's own memory cannot be patched,
+            each step is read into memory beside it.
         relay: hand on what is read ahead: True or "host" to engines of this host, "10.0.0.0/8" to
             engines in that network. None: as FANIN_RELAY says.
         ring: layers of skeletons, at least 1.
@@ -691,8 +691,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         info, told = self._info, target.published
         assert info is not None and told is not None
         if target.shadow is None:
-            workers, host = self.parallel_config.world_size, info.deltas is True
-            target.shadow = beside.Shadow(landing, workers, info.asking(), host=host)
+            workers = self.parallel_config.world_size
+            target.shadow = beside.Shadow(landing, workers, info.asking())
             _log.info(
                 "fanin: %s: %.1f MB of %s to read ahead into",
                 self._worker,

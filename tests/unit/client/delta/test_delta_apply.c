@@ -252,7 +252,8 @@ static void read_and_apply(scene *s, uint8_t *to)
     assert_works(delta_plan_changes(s->d, &because, ERROR));
     assert_null(because);
     (void)serve(s);
-    assert_works(delta_check(s->d, ERROR));
+    assert_works(delta_check(s->d, 1, 2, ERROR));
+    assert_works(delta_check(s->d, 0, 2, ERROR));
     for (size_t i = 0; i < s->whole.n_sources; i++) {
         uint64_t n = s->whole.plan->ranks[i].n_pieces;
         if (s->d->sources[i].chain == 0)
