@@ -125,14 +125,14 @@ digest base_name(const publication *p, const plan *plan)
     return all;
 }
 
-base_step *base_step_of(const fanin_client *client, const publication *p,
+base_step *base_step_of(const fanin_client *client, const digest *name,
                         const path_plan *plan, const announcement *announced,
                         const reader_lease *leases)
 {
     base_step *now = calloc(1, size_for(plan->n_sources));
     if (!now)
         return NULL;
-    now->of = base_name(p, plan->plan);
+    now->of = *name;
     now->n = plan->n_sources;
     for (size_t i = 0; i < plan->n_sources; i++) {
         size_t peer = plan->peer_of[i];

@@ -54,8 +54,8 @@ void delta_base_set(delta_base *b, base_step *step, uint64_t drops);
 base_step *delta_base_copy(delta_base *b, uint64_t *drops);
 
 /** What is read now, as a base; NULL: no memory, or a rank that is read did not say which copy its
-    lease is of. @p leases and @p announced: one a peer. */
-base_step *base_step_of(const fanin_client *client, const publication *p,
+    lease is of. @p name: base_name(); @p leases and @p announced: one a peer. */
+base_step *base_step_of(const fanin_client *client, const digest *name,
                         const path_plan *plan, const announcement *announced,
                         const reader_lease *leases);
 /** Names the publication and which byte of which box of which source lands where: replicas may

@@ -72,13 +72,14 @@ static const char *find_chain(const delta_scene *s, const base_rank *held,
 static const char *find_chains(delta *d, const delta_scene *s, const base_step *base)
 {
     static const char another[] = "the destination holds what another plan has brought";
-    const digest none = {0}, name = base_name(s->publication, s->plan->plan);
+    const digest none = {0};
     const char *because = base->n == s->plan->n_sources ? NULL : another;
     for (size_t i = 0; i < s->plan->n_sources && !because; i++) {
         if (is_needed(s->plan, i))
             because = find_chain(s, &base->ranks[i], i, &d->sources[i]);
     }
-    if (because || (digest_equal(&base->of, &name) && !digest_equal(&name, &none)))
+    if (because ||
+        (digest_equal(&base->of, &s->name) && !digest_equal(&s->name, &none)))
         return because;
     return another;
 }

@@ -50,6 +50,7 @@ typedef struct delta_scene {
     fanin_client *client;
     const publication *publication;
     const path_plan *plan;         /**< its ranks have their paths */
+    digest name;                   /**< base_name() of both */
     const announcement *announced; /**< one a peer */
     const memory_range *ranges;    /**< of the destination, kept by the caller */
     size_t n_ranges;

@@ -18,11 +18,20 @@ void pull_base_leave(pull *p)
     p->writes = false;
 }
 
+const digest *pull_base_name(const pull *p)
+{
+    const digest none = {0};
+    digest *name = &p->cache->base;
+    if (digest_equal(name, &none))
+        *name = base_name(p->publication, p->cache->whole.plan.plan);
+    return name;
+}
+
 /* NULL: nobody asks, no memory, or a rank did not say which copy its lease is of. */
 static base_step *what_is_held(const pull *p)
 {
     return pull_wants_patches(p)
-               ? base_step_of(p->client, p->publication, &p->cache->whole.plan,
+               ? base_step_of(p->client, pull_base_name(p), &p->cache->whole.plan,
                               p->announced, p->leases)
                : NULL;
 }

@@ -34,6 +34,7 @@ fanin_status pull_choose(pull *p, fanin_error *error)
     const delta_scene scene = {.client = p->client,
                                .publication = p->publication,
                                .plan = &p->cache->whole.plan,
+                               .name = *pull_base_name(p),
                                .announced = p->announced,
                                .ranges = p->goal.ranges,
                                .n_ranges = p->goal.n_ranges};

@@ -35,6 +35,9 @@ void pull_patches_forget(pull *p);
 
 /* What a pull does to the destination's base (base.c). */
 
+/** What the destination will hold (base_name()); the plan's, which keeps it. */
+const digest *pull_base_name(const pull *p);
+
 /** It writes the destination, which has a base, from now on. */
 void pull_writes(pull *p);
 /** It writes it no more. */

@@ -30,7 +30,9 @@ typedef struct plan_cache {
         proven; /**< leases were taken for it: tables, paths and details were at hand */
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
-    uint64_t used;    /**< greater than that of all that were used before; 0: never */
+    digest
+        base; /**< its name as what a destination holds (delta/base.h); 0: not asked for yet */
+    uint64_t used; /**< greater than that of all that were used before; 0: never */
     plan_part whole;
     plan_index index;  /**< no places: not made yet */
     plan_part **parts; /**< that are kept, by their runs */
