@@ -21,7 +21,7 @@ static const char *whole_because(const pull *p)
 /* Leases that are held stay: the whole is read under them. */
 static void read_whole(pull *p, const char *because)
 {
-    delta_free(&p->delta);
+    pull_patches_forget(p);
     p->result->info.base_step = 0;
     p->result->info.whole_because = because;
     p->progress = (read_progress){.whole = &p->cache->whole.plan,
@@ -137,7 +137,9 @@ static fanin_status check_patches(pull *p, fanin_error *error)
 fanin_status pull_patches(pull *p, fanin_error *error)
 {
     const char *because = NULL;
-    fanin_status status = read_patches(p, error);
+    fanin_status status = p->options->verify ? verify_ask_ahead(p, error) : FANIN_OK;
+    if (status == FANIN_OK)
+        status = read_patches(p, error);
     if (status == FANIN_OK)
         status = delta_plan_changes(p->delta, &because, error);
     if (status == FANIN_OK && because) {
