@@ -22,8 +22,9 @@ time.
   large       Qwen3-8B's shapes over HTTP: how long an update holds up the engine, with and without
               reading ahead, beside vLLM's own NCCL engine (alternated) and a copy within the device
 
-Needs two GPUs, vLLM, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit
-status 77 and the reason without. --device cpu rehearses `dense`, `moe`, `fp8` and `fp8-ue8m0`
+Needs GPUs, vLLM, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit
+status 77 and the reason without. With one GPU the trainer is one rank beside the engine, and
+`moe-tp2` and `large` are left out. --device cpu rehearses `dense`, `moe`, `fp8` and `fp8-ue8m0`
 (with FANIN_TEST_FP8_KERNEL=) and `large`, in small and without graphs, with vLLM's build for CPUs;
 of `fp8-moe`, whose kernels no CPU has, what is published. The last line is "N passed, N failed".
 """
@@ -56,14 +57,20 @@ def missing(device: str) -> str:
     for name in ("torch", "transformers", "safetensors", "vllm"):
         if importlib.util.find_spec(name) is None:
             return f"there is no package {name}"
+    return "" if gpus() or device == "cpu" else "there is no GPU"
+
+
+def gpus() -> int:
     import torch
 
-    count = torch.cuda.device_count()
-    return "" if count >= 2 or device == "cpu" else f"{count} GPUs, not two"
+    return torch.cuda.device_count()
 
 
-# Numbers of devices differ between trainer and engine on purpose.
-LAST_FIRST = {"CUDA_VISIBLE_DEVICES": "1,0"}
+def last_first() -> dict[str, str]:
+    """Numbers of devices differ between trainer and engine on purpose."""
+    return {"CUDA_VISIBLE_DEVICES": "1,0"} if gpus() > 1 else {}
+
+
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4]}
 PLAIN: dict[str, Any] = {
     "enforce_eager": False,
@@ -307,7 +314,8 @@ class Part:
     def trainer(self, model: Path, **more: Any) -> Any:
         from full_trainer import FullTrainer
 
-        options = {"world_size": 2, "device": "cuda" if self.gpu else "cpu", **more}
+        ranks = min(2, gpus()) if self.gpu else 2
+        options = {"world_size": ranks, "device": "cuda" if self.gpu else "cpu", **more}
         return self.stack.enter_context(FullTrainer(model, self.scratch / "run", **options))
 
     def engine(self, model: Path, alone: bool = True, **options: Any) -> Any:
@@ -316,7 +324,7 @@ class Part:
             self.scratch / "engine",
             self.name,
             alone,
-            LAST_FIRST if alone else {},
+            last_first() if alone else {},
             **self.plain(options),
         )
         return self.stack.enter_context(one)
@@ -325,7 +333,7 @@ class Part:
         """A vLLM without fanin's backend that loads *model* as it starts."""
         self.judges += 1
         name = f"judge{self.judges}"
-        environment = LAST_FIRST if alone else {}
+        environment = last_first() if alone else {}
         more = self.plain(options) | {"judged": str(model)}
         one = engine_class()(Path(), self.scratch / name, name, alone, environment, **more)
         return self.stack.enter_context(one)
@@ -621,7 +629,7 @@ def server(part: Part, model: Path, backend: str) -> Any:
     if part.gpu:
         words += ["--no-enforce-eager", "--compilation-config", json.dumps(GRAPHS)]
         words += ["--kv-cache-memory-bytes", str(2 << 30), "--gpu-memory-utilization", "0.15"]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", **LAST_FIRST}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", **last_first()}
     one = VllmServer(model, scratch, *words, environment=environment, adapters=False)
     return part.stack.enter_context(one)
 
@@ -820,6 +828,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "large": large,
 }
 ALONE = {"large"}
+ON_TWO = {"moe-tp2", "large"}
 ON_CPU = {"dense", "moe", "fp8", "fp8-ue8m0", "fp8-moe", "large"}
 
 
@@ -891,6 +900,8 @@ def main() -> int:
     names = [name for name in PARTS if name in options.parts.split(",")]
     if options.device == "cpu":
         names = [name for name in names if name in ON_CPU]
+    elif gpus() < 2:
+        names = [name for name in names if name not in ON_TWO]
     told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="vllm-weights-") as folder:
         good = run_parts(names, Path(folder), options, told)
