@@ -304,6 +304,29 @@ def test_another_adapter_that_is_merged_by_hand() -> None:
         server.publish(1)
 
 
+def with_a_copy(of: str, **more: Any) -> Any:
+    """PEFT trains a copy of one of two tied tensors; the adapter may tie the other one to it."""
+    base = random_model("qwen3", tied=True)
+    return with_adapter(base, r=2, target_modules=["q_proj"], modules_to_save=[of], **more)
+
+
+@pytest.mark.parametrize("of", ["embed_tokens", "lm_head"])
+def test_one_of_two_tied_tensors_that_is_trained(of: str) -> None:
+    """Engines would take it for both."""
+    with serve(with_a_copy(of)) as server:
+        with pytest.raises(RequestError, match="ties 'lm_head.weight' to 'model.embed_tokens"):
+            server.publish(0)
+
+
+def test_tied_tensors_that_are_trained_together(tmp_path: Path) -> None:
+    def make() -> Any:
+        return with_a_copy("embed_tokens", ensure_weight_tying=True)
+
+    with serve(make()) as server:
+        server.publish(0)
+        same(pulled(server), saved(make, tmp_path))
+
+
 def both_active() -> Any:
     model = two_adapters()
     model.base_model.set_adapter(["default", "other"])
