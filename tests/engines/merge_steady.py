@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fanin.errors import RequestError
-from fanin.torch import WeightServer, _fused, _merge
+from fanin.torch import WeightServer, _fused, _merge, _transform, weights
 from merge_ranks import RANK, sharded, whole
-from merged import LINEAR, adapted, pulled, same, saved
+from merged import LINEAR, adapted, pulled, rounded, same, saved
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from worlds import run_cases
@@ -121,28 +121,46 @@ def check(server: Any, model: Any, make: Callable[[], Any]) -> None:
             return model
 
         with tempfile.TemporaryDirectory() as folder:
-            same(pulled(server), saved(stepped, Path(folder)))
+            got, wanted = pulled(server), saved(stepped, Path(folder))
+            same(got, rounded(wanted, got))
     dist.barrier()
 
 
-def steps(adapter: str, layout: str | None) -> None:
-    """Each change is in the next step, and the one after it is repeated again."""
+def steps(adapter: str, layout: str | None, quantize: str | None) -> None:
+    """Each change is in the next step, and the one after it is repeated again.
+
+    With quantize= values wait for rounding in a room that takes some of them at a time.
+    """
+    taken: list[int] = []
+
+    class Quantizer(weights.Quantizer):  # type: ignore[name-defined,misc]
+        def take(self, makers: tuple[Any, ...]) -> None:
+            taken.append(len(makers))
+            super().take(makers)
+
+    weights.Quantizer = Quantizer  # type: ignore[attr-defined]
+    _transform.ROOM["cpu"] = 1 << 16
 
     def make() -> Any:
         return model_of(adapter)
 
     model = make() if layout is None else sharded(make(), layout)
-    with WeightServer(model, base_port=0, use_ucx=False, merge=True) as server:
+    options = {"base_port": 0, "use_ucx": False, "merge": True, "quantize": quantize}
+    with WeightServer(model, **options) as server:
         server.publish(0)
+        items = [one.state for one in server._runs["full:0"].parameters._items]
+        count = sum(state.values is not None for state in items)
         step = 0
         for name, (change, alike) in {**CHANGES, **({} if layout else PLAIN)}.items():
             for number, now in enumerate([change] if alike else [change, CHANGES["factors"][0]]):
                 repeated.clear()
+                taken.clear()
                 step += 1
                 with server.updating(step), torch.no_grad():
                     now(model)
                 check(server, model, make)
-                assert bool(repeated) is (alike or number == 1), (name, number, repeated)
+                assert (count in repeated) is (alike or number == 1), (name, number, repeated)
+                assert quantize is None or 1 < max(taken) < sum(taken), taken
 
 
 def switched(model: Any) -> Callable[[], None]:
@@ -160,6 +178,11 @@ def other_active(model: Any) -> Callable[[], None]:
     return lambda: model.set_adapter("default")
 
 
+def both_active(model: Any) -> Callable[[], None]:
+    model.base_model.set_adapter(["default", "other"])
+    return lambda: model.set_adapter("default")
+
+
 def other_merged(model: Any) -> Callable[[], None]:
     layer = model.get_base_model().model.layers[1].mlp.up_proj
     layer.merge(adapter_names=["other"])
@@ -169,7 +192,8 @@ def other_merged(model: Any) -> Callable[[], None]:
 REFUSED = {
     "is switched off": switched,
     "is merged into the base already": hand_merged,
-    "is not the one that is active": other_active,
+    "is not the one that is active (other)": other_active,
+    "is not the one that is active (default, other)": both_active,
     "'other' is merged into": other_merged,
 }
 

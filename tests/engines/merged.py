@@ -106,7 +106,7 @@ def fits_in_half(server: Any, got: dict[str, Any]) -> int:
     values = sum(one.numel() for one in read.values())
     scales = sum(one.numel() * 4 for name, one in got.items() if name.endswith("_scale_inv"))
     states = [item.state for item in server._runs["full:0"].parameters._items]
-    parts = [part for one in states if one.overlaid for part in one.values.parts]
+    parts = [part for one in states if one.places for part in one.values.parts]
     largest = max(2 * math.prod(extent) for _, extent in parts)
     assert largest < values, "the model is too small to tell"
     assert values < computed_memory(server) <= values + scales + largest + 256 * len(read)

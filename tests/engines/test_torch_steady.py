@@ -25,11 +25,12 @@ def run(world: World, case: str, *arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", [None, "fsdp"])
-@pytest.mark.parametrize("adapter", ["embedding", "experts"])
+@pytest.mark.parametrize("adapter", ["embedding", "experts", "linear, fp8", "experts, fp8"])
 def test_steps_that_differ_in_more_than_contents(
     world: World, adapter: str, layout: str | None
 ) -> None:
-    run(world, "steps", adapter, layout)
+    name, _, quantize = adapter.partition(", ")
+    run(world, "steps", name, layout, quantize or None)
 
 
 @pytest.mark.parametrize("layout", [None, "fsdp"])

@@ -304,6 +304,7 @@ def main() -> None:
         ("attention and experts", list(LINEAR), stacks),
         ("attention and experts, then fp8", list(LINEAR), stacks, "fp8"),
         ("attention and experts, FSDP2", list(LINEAR), stacks, None, True),
+        ("attention and experts, FSDP2, then fp8", list(LINEAR), stacks, "fp8", True),
     ]
     for one in wanted:
         failed, kinds = failed + (not timed(layers, *one)), kinds + 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
 
 
 class Want(NamedTuple):
@@ -72,7 +72,7 @@ class Stages:
             stage.release()
 
 
-def allocate(wanted: Sequence[Want], alignment: int = _ALIGNMENT) -> list[Any]:
+def allocate(wanted: Sequence[Want], alignment: int = ALIGNMENT) -> list[Any]:
     """Tensors for results, uninitialised: those of a device lie in one allocation, in their order.
 
     alignment: bytes, of each tensor's first element; its dtype's size at least.

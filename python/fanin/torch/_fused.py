@@ -187,8 +187,9 @@ class Launch(NamedTuple):
     """Sums of one kind, to be made again while only contents change."""
 
     kind: _Kind
-    which: tuple[bool, int]
-    """Whether all addresses are aligned; bytes of results that the step has launched before."""
+    which: tuple[bool, Hashable, int]
+    """Whether all addresses are aligned; whose step it is, and bytes of results that it has
+    launched before."""
     rows: list[Row]
     moving: list[tuple[int, list[tuple[_Side, Any, int]]]]
     """Rows whose factors are gathered or copied at each step: of each its two sides, whose memory
@@ -205,6 +206,8 @@ class Sums:
         #: As it is in this step: asked once, as it takes longer than a sum.
         self.is_tf32 = is_tf32()
         self._tables: dict[Hashable, tuple[list[Row], Any]] = {}
+        #: Tells one's steps from those of others.
+        self.whose: Hashable = None
         #: Gets a :class:`Launch` for each, unless it is None.
         self.log: list[Any] | None = None
 
@@ -234,7 +237,7 @@ class Sums:
         self._launched += self._bytes
         self._waiting, self._kept, self._bytes, self._held = {}, [], 0, 0
         for (_, is_aligned), (kind, rows, moving) in waiting.items():
-            which = is_aligned, launched
+            which = is_aligned, self.whose, launched
             _launch(kind, is_aligned, self._table(kind, which, rows))
             if self.log is not None:
                 self.log.append(Launch(kind, which, rows, moving))

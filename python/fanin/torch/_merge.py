@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +69,11 @@ class Layer:
         if self.is_dora:
             found["magnitude"] = Place(layer.lora_magnitude_vector[adapter], "weight")
         return found
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Of the whole factors: what has the same ones goes through one launch."""
+        return [tuple(place.now().shape) for place in self.places.values()]
 
     @property
     def target(self) -> tuple[Any, str]:
@@ -230,6 +235,7 @@ class Merge(Batch):
         #: The base's outermost module, under which names are those of its checkpoint.
         self.root = root_of(root.get_base_model() if hasattr(root, "get_base_model") else root)
         self._layers: dict[tuple[int, str], list[Layer]] = {}
+        self._order: dict[tuple[int, str], int] = {}
         self._factors = Factors([])
         self._sums = Sums()
         self._adapter = ""
@@ -239,7 +245,8 @@ class Merge(Batch):
         #: Layers that the adapter does not touch, by their paths.
         self._others: list[tuple[str, Any]] = []
         self._is_looked = False
-        self._steady: Steady | None = None
+        #: By whose steps they are.
+        self._steady: dict[Hashable, Steady] = {}
         #: What the step that is made now is made of, None: it will not be repeated.
         self._step: Step | None = None
 
@@ -273,8 +280,12 @@ class Merge(Batch):
         for layer in reversed(layers):  # the innermost first
             owner, attribute = layer.target
             self._layers.setdefault((id(owner), attribute), []).append(layer)
-        self._factors = Factors(place for layer in layers for place in layer.places.values())
-        self._steady = None
+        alike = sorted(reversed(self._layers), key=lambda key: self._layers[key][0].shapes)
+        self._order = {key: place for place, key in enumerate(alike)}
+        self._factors = Factors(
+            place for key in alike for layer in self._layers[key] for place in layer.places.values()
+        )
+        self._steady = {}
 
     def _active(self) -> str:
         kinds = kinds_of(self._holder)
@@ -411,8 +422,16 @@ class Merge(Batch):
         given = self._transform(name, module, attribute, tensor) if self._transform else None
         return given or unpack4(name, module, attribute, tensor, self._cut)
 
-    def settle(self) -> None:
+    def place_of(self, item: Item) -> int:
+        return self._order.get((id(item.owner), item.attribute), -1)
+
+    def then(self, call: Callable[[], None]) -> None:
+        step, self._step = self._step, None
         self._sums.launch()
+        call()
+        if step is not None:
+            step.events.append(call)
+        self._step = step
 
     def finish(self) -> None:
         """All is computed: frees the factors that were gathered."""
@@ -425,23 +444,23 @@ class Merge(Batch):
             with contextlib.suppress(
                 Exception
             ):  # the step is good, and the next one is not repeated
-                self._steady = Steady(step, self._sums)
+                self._steady[step.whose] = Steady(step, self._sums)
 
-    def repeat(self, states: list[State]) -> bool:
-        steady, self._steady = self._steady, None
-        stands = False
+    def repeat(self, whose: Hashable, states: list[State]) -> bool:
+        steady, stands = self._steady.pop(whose, None), False
         with contextlib.suppress(Exception):  # what is wrong is told where each one is asked for
             stands = steady is not None and steady.stands(states)
         if steady is not None and stands:
             steady.repeat()
-            self._steady = steady
+            self._steady[whose] = steady
             return True
-        self._step = Step(states, self._adapter, [module for _, module in self._others])
+        self._step = Step(whose, states, self._adapter, [module for _, module in self._others])
+        self._sums.whose = id(whose)
         self._sums.log = self._factors.log = self._step.events
         return False
 
     def release(self) -> None:
-        self._steady = None
+        self._steady = {}
 
     def _refuse_merged(self) -> None:
         """RequestError: the base has another adapter in it, where this one adds nothing. Asked once

@@ -185,11 +185,12 @@ class Parameters:
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
         self.quantizer = quantizer
+        self._batch = batch or Batch()
         #: What makes values that no parameter holds, at each step.
-        self.stages = self._stages(batch or Batch())
+        self.stages = self._stages()
 
-    def _stages(self, batch: Batch) -> Stages:
-        quantizer, every = self.quantizer, lambda: self._items
+    def _stages(self) -> Stages:
+        quantizer, batch, every = self.quantizer, self._batch, lambda: self._items
         if quantizer is None:
             return Stages([] if self.transform is None else [Computing(every, batch)])
         if self.transform is None:
@@ -206,8 +207,9 @@ class Parameters:
         assert self.quantizer is not None
         for item in self._items:
             state = item.state
-            if state is not None and state.values is not None and self._is_derived(state):
-                if any(self.quantizer.shares(part.key) for part in state.slices):
+            if state is not None and state.values is not None:
+                shares = any(self.quantizer.shares(part.key) for part in state.slices)
+                if shares and self._is_derived(state):
                     yield item
 
     @contextlib.contextmanager
@@ -252,7 +254,7 @@ class Parameters:
             param, old = item.now(), item.state
             if asked or old is None or param is not old.param or not is_same(param, old):
                 states.append((item, self._resolve(item, param, anew)))
-        states = placed(states, self._passes)
+        states = placed(states, self._passes, self._batch.place_of)
         for item, new in states:
             old = item.state
             if old is None or not is_registered(new, old):

@@ -60,7 +60,7 @@ class Entry(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The jobs of one maker."""
+    """The jobs of makers that are done together."""
 
     launches: list[Launches]
     jobs: list[Job]
@@ -94,10 +94,14 @@ class Quantizer:
         self._room = Room()
         self._scaled: dict[str, str] = {}
         """By the names of scales, those of the tensors."""
-        self._works: dict[Hashable, Work] | None = None
+        self._jobs: dict[Hashable, list[Job]] | None = None
+        """Of each maker, and under None those on what stays."""
+        self._works: dict[tuple[Hashable, ...], Work] = {}
         self._here: dict[Any, Any] = {}
         """The maxima on devices other than that where the ranks reduce."""
         self._begun = False
+        self._arenas: list[Any] = []
+        """Of scales."""
         self._flags: list[tuple[Any, Any]] = []
 
     # -- what is published ------------------------------------------------------------------
@@ -140,12 +144,13 @@ class Quantizer:
             self._entries.pop(self._scaled.get(name, name), None)
         self._entries.update(derived.entries)
         if derived.entries or removed or derived.dropped:
-            self._works = None
+            self._jobs = None
+            self._arenas = _arenas(self._entries.values())
             self._scaled = {self.form.scale_name(name): name for name in self._entries}
 
     def agree(self, shared: Shared, home: Any, reduce: Reduce) -> None:
         """The ranks have told each other what they hold; home: the device of the maxima."""
-        self._shared, self._reduce, self._works, self._here = shared, reduce, None, {}
+        self._shared, self._reduce, self._jobs, self._here = shared, reduce, None, {}
         self._flat = torch.zeros(shared.size, dtype=torch.int32, device=home)
         if shared.size:
             _log.info("fanin: ranks share %d blocks of fp8 weights", shared.size)
@@ -180,23 +185,24 @@ class Quantizer:
 
     # -- a step -----------------------------------------------------------------------------
 
-    def take(self, maker: Hashable) -> None:
-        """Rounds what *maker* has made. Of blocks that ranks share it takes the maxima."""
+    def take(self, makers: tuple[Hashable, ...]) -> None:
+        """Rounds what *makers* have made. Of blocks that ranks share it takes the maxima."""
         with torch.no_grad():
-            if work := self._begin().get(maker):
-                self._maxima(work)
-                self._whole(work)
+            self._begin()
+            work = self._work_of(makers)
+            self._maxima(work)
+            self._whole(work)
 
-    def retake(self, maker: Hashable) -> None:
-        """Rounds the blocks that ranks share. Their maxima are known, and *maker* has made the
+    def retake(self, makers: tuple[Hashable, ...]) -> None:
+        """Rounds the blocks that ranks share. Their maxima are known, and *makers* have made the
         values again."""
         with torch.no_grad():
-            if work := self._compiled().get(maker):
-                shared = (job for job in work.jobs if job.shared is not None)
-                self._rest(
-                    work,
-                    [(job, maxima(job.values, job.at, job.block, self._room)) for job in shared],
-                )
+            work = self._work_of(makers)
+            shared = (job for job in work.jobs if job.shared is not None)
+            self._rest(
+                work,
+                [(job, maxima(job.values, job.at, job.block, self._room)) for job in shared],
+            )
 
     def shares(self, name: str) -> bool:
         """Whether some rank has a part of a block of the tensor *name*."""
@@ -207,7 +213,8 @@ class Quantizer:
         error: Exception | None = None
         with torch.no_grad():
             try:
-                work = self._begin()[None]
+                self._begin()
+                work = self._work_of((None,))
                 first = self._maxima(work)
                 for here in self._here.values():
                     torch.maximum(self._flat, here.to(self._flat.device), out=self._flat)
@@ -232,18 +239,18 @@ class Quantizer:
             self._reduce(self._flat)()
 
     def release(self) -> None:
-        self._entries, self._scaled, self._works, self._here, self._flags = {}, {}, None, {}, []
+        self._entries, self._scaled, self._jobs, self._works = {}, {}, None, {}
+        self._arenas, self._here, self._flags = [], {}, []
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _begin(self) -> dict[Hashable, Work]:
-        """Of the step that comes now."""
+    def _begin(self) -> None:
+        """The step that comes now, if it has not begun."""
         if not self._begun:
             self._tell_unusable()
             for maxima_ in (self._flat, *self._here.values()):
                 maxima_.zero_()
         self._begun = True
-        return self._compiled()
 
     def _maxima(self, work: Work) -> list[tuple[Job, Any]]:
         """Of shared blocks. Gives the jobs that have some, and the maxima of all their blocks."""
@@ -324,18 +331,19 @@ class Quantizer:
             Shard(self.form.scale_name(name), "F32", grid, _boxes(starts, scales, False), device),
         )
 
-    def _compiled(self) -> dict[Hashable, Work]:
-        """The work of each maker, and under None that on what stays."""
-        if self._works is None:
+    def _work_of(self, makers: tuple[Hashable, ...]) -> Work:
+        if self._jobs is None:
             known: dict[Any, Any] = {}
-            found: dict[Hashable, list[Job]] = {None: []}
+            self._jobs, self._works = {}, {}
             for name, entry in self._entries.items():
                 for at, box in enumerate(entry.source.boxes):
                     if 0 not in box.extent:
                         job = self._job(name, entry, at, known)
-                        found.setdefault(entry.makers[at], []).append(job)
-            self._works = {maker: self._work(jobs) for maker, jobs in found.items()}
-        return self._works
+                        self._jobs.setdefault(entry.makers[at], []).append(job)
+        if makers not in self._works:
+            jobs = self._jobs
+            self._works[makers] = self._work([job for one in makers for job in jobs.get(one, ())])
+        return self._works[makers]
 
     def _work(self, jobs: list[Job]) -> Work:
         on: dict[Any, list[Job]] = {}
@@ -391,7 +399,7 @@ class Quantizer:
     def flag_unusable(self) -> None:
         """Notes whether a scale is NaN, where a GPU has to be asked without waiting for it."""
         self._flags = []
-        for scales in _arenas(self._entries.values()):
+        for scales in self._arenas:
             usable = scales.isfinite().all()
             if scales.is_cuda:
                 told = torch.empty((), dtype=torch.bool, pin_memory=True)

@@ -52,8 +52,9 @@ class State(NamedTuple):
     slices: tuple[Slice, ...]
     values: Values | None = None
     """What is computed of the parameter: then memory, type and shapes are the results'."""
-    overlaid: bool = False
-    """Its parts are computed one by one, and lie in the same memory."""
+    places: tuple[int, ...] = ()
+    """Where results lie that are wanted until the next ones are computed: of each part that is
+    computed by itself, or of all together."""
 
 
 _spec = attrgetter("_spec")
@@ -199,7 +200,7 @@ def is_registered(new: State, old: State) -> bool:
         and new.device == old.device
         and new.spec == old.spec
         and new.slices == old.slices
-        and _parts(new) == _parts(old)
+        and (new.places, _parts(new)) == (old.places, _parts(old))
     )
 
 

@@ -5,7 +5,7 @@ Python takes longer for a tensor than a GPU. So what was asked for tensor by ten
 factors were gathered, and what was launched. A later step looks at everything whose change the
 first one would find, without Python for each tensor, and does the same again.
 
-``Merge.repeat`` begins a :class:`Step`, into whose events groups and launches write themselves.
+``Merge.repeat`` begins a :class:`Step`, into whose events groups, launches and calls are written.
 ``Merge.finish`` makes a :class:`Steady` of it if the kernel has made all. The next
 ``Merge.repeat`` asks whether it ``stands``, and replays it: only rows that are moving get new
 addresses. States are compared as objects, as ``Merge.look`` makes new ones of what has changed.
@@ -13,7 +13,7 @@ addresses. States are compared as objects, as ``Merge.look`` makes new ones of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter, is_
 from typing import Any
 
@@ -31,11 +31,13 @@ _active, _scaling = attrgetter("active_adapters"), attrgetter("scaling")
 class Step:
     """What a step is made of."""
 
-    def __init__(self, states: list[State], adapter: str, others: list[Any]) -> None:
+    def __init__(
+        self, whose: Hashable, states: list[State], adapter: str, others: list[Any]
+    ) -> None:
         """others: PEFT's layers that the adapter does not touch."""
-        self.states, self.adapter, self.others = states, adapter, others
-        #: What was gathered and launched, in that order: groups of factors, launches.
-        self.events: list[Group | Launch] = []
+        self.whose, self.states, self.adapter, self.others = whose, states, adapter, others
+        #: What was gathered, launched and called, in that order: groups of factors, launches.
+        self.events: list[Group | Launch | Callable[[], None]] = []
         self.bases: list[Place] = []
         self.factors: list[Place] = []
         #: PEFT's layers that are merged.
@@ -106,10 +108,12 @@ class Steady:
                     way, memory = event.gather()
                     if way in self._last:
                         gathered[way] = memory
-                    continue
-                self._sums.repeat(event, gathered)
-                for way in [one for one in gathered if self._last[one] <= at]:
-                    del gathered[way]
+                elif isinstance(event, Launch):
+                    self._sums.repeat(event, gathered)
+                    for way in [one for one in gathered if self._last[one] <= at]:
+                        del gathered[way]
+                elif failed is None:
+                    event()
             except Exception as error:
                 failed = failed or error
         if failed is not None:

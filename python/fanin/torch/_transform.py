@@ -7,8 +7,9 @@ Whole adapters that are merged, and weights that are packed in 4 bits, are publi
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from fanin._cover import Part
 from fanin._tensors import Box
 from fanin.errors import RequestError
 from fanin.torch._blocks import layout
-from fanin.torch._derived import Want, allocate
+from fanin.torch._derived import ALIGNMENT, Want, allocate
 from fanin.torch._names import Slice
 from fanin.torch._state import State, layout_of, view_of
 from fanin.torch._tree import Item
@@ -43,6 +44,10 @@ class Values:
     parts: tuple[Part, ...]
     fill: Callable[[list[Any]], None]
 
+
+ROOM = {"cuda": 256 << 20}
+"""Bytes of results that wait for what takes them, by kinds of devices: fewer launches take more.
+Elsewhere as many as the largest part has."""
 
 Maker = tuple[str, int]
 """Whose values are made: an item's name, and the number of a part if they are computed one by
@@ -98,6 +103,7 @@ class Cut(NamedTuple):
         dim = next((at for at, n in enumerate(extent[:-2]) if n > 1), len(extent) - 2)
         grain = self.grain if dim == len(extent) - 2 else 1
         step = max(1, most // math.prod(extent[dim + 1 :]) // grain) * grain
+        step = -(-extent[dim] // -(-extent[dim] // step) // grain) * grain  # parts are alike
         first, end, out = offset[dim], offset[dim] + extent[dim], []
         while first < end:
             stop = min((first // step + 1) * step, end)
@@ -211,92 +217,141 @@ def computed(
     )
     if old is not None and old.storage is not None and old.values is not None:
         if (old.dtype, old.device, old.values.parts) == (state.dtype, state.device, values.parts):
-            state = state._replace(pointer=old.pointer, storage=old.storage, overlaid=old.overlaid)
+            state = state._replace(pointer=old.pointer, storage=old.storage, places=old.places)
     return state
 
 
 def boxes_of(state: State) -> tuple[Box, ...]:
-    """Where the parts lie: one behind the other, or all in one place, each contiguous."""
+    """Where the parts lie: one behind the other, or where each has its place; all contiguous."""
     assert state.values is not None
     size, at = state.dtype.itemsize, state.pointer
     out = []
-    for offset, extent in state.values.parts:
+    for number, (offset, extent) in enumerate(state.values.parts):
         stride, step = [], size
         for n in reversed(extent):
             stride.append(step)
             step *= n
+        if _is_one_by_one(state):
+            at = state.places[number]
         out.append(Box(tuple(offset), tuple(extent), tuple(reversed(stride)), at))
-        at += 0 if state.overlaid else math.prod(extent) * size
+        at += math.prod(extent) * size
     return tuple(out)
+
+
+def _is_one_by_one(state: State) -> bool:
+    """Whether parts have places of their own."""
+    return bool(state.places) and isinstance(state.values, Parted)
 
 
 def one_by_one(state: State) -> list[State]:
     """The state, as if each of the parts that are computed one by one was all that there is."""
     values = state.values
-    if values is None or not state.overlaid or not values.parts:
+    if values is None or not _is_one_by_one(state):
         return [state]
-    return [state._replace(values=replace(values, parts=(part,))) for part in values.parts]
+    return [
+        state._replace(values=replace(values, parts=(part,)), places=(at,))
+        for part, at in zip(values.parts, state.places, strict=True)
+    ]
 
 
 def placed(
-    states: list[tuple[Item, State]], passes: Callable[[Item, State], bool]
+    states: list[tuple[Item, State]],
+    passes: Callable[[Item, State], bool],
+    place_of: Callable[[Item], int],
 ) -> list[tuple[Item, State]]:
     """The states, those of computed values with memory where they have none.
 
-    passes: whether values are wanted only until the next ones are computed. Such ones lie in the
-    same memory of their device, and so do their parts if these are computed one by one.
+    passes: whether values are wanted only until the next ones are computed. Such ones lie in a
+    :class:`Room` of their device. place_of: the order in which they are computed.
     """
     new = [
         at for at, (_, one) in enumerate(states) if one.values is not None and one.storage is None
     ]
-    passing = {at for at in new if passes(*states[at])}
-    sizes: dict[Any, int] = {}
+    passing: dict[int, list[int]] = {}
+    places: dict[int, tuple[int, ...]] = {}
+    rooms: dict[Any, Room] = {}
     wanted = []
     out = list(states)
     for at in new:
-        item, state = states[at]
-        device = torch.device("cpu" if state.device < 0 else f"cuda:{state.device}")
-        if at in passing:
-            state = state._replace(overlaid=isinstance(state.values, Parted))
-            out[at] = item, state
-            size = (
-                max((math.prod(one) for one in _extents(state)), default=0) * state.dtype.itemsize
-            )
-            sizes[device] = max(size, sizes.get(device, 0))
+        state, device = states[at][1], _device_of(states[at][1])
+        if passes(*states[at]):
+            passing[at] = _sizes(state)
+            rooms.setdefault(device, Room(device)).add(passing[at])
         else:
             wanted.append(Want(device, state.dtype, state.local_shape))
+    for at in sorted(passing, key=lambda at: place_of(states[at][0])):
+        room = rooms[_device_of(states[at][1])]
+        places[at] = tuple(map(room.place, passing[at]))
     lasting = iter(allocate(wanted))
-    rooms = {
-        device: torch.empty(n, dtype=torch.uint8, device=device) for device, n in sizes.items()
-    }
     for at in new:
-        item, state = out[at]
-        device = torch.device("cpu" if state.device < 0 else f"cuda:{state.device}")
-        memory = rooms[device] if at in passing else next(lasting)
-        lies = state._replace(pointer=memory.data_ptr(), storage=memory.untyped_storage())
-        out[at] = (item, lies)
+        item, state = states[at]
+        memory = rooms[_device_of(state)].memory if at in passing else next(lasting)
+        where, storage = places.get(at, ()), memory.untyped_storage()
+        pointer = where[0] if where else memory.data_ptr()
+        out[at] = item, state._replace(pointer=pointer, storage=storage, places=where)
     return out
 
 
-def _extents(state: State) -> list[tuple[int, ...]]:
-    """Of what lies in memory at a time."""
-    if state.overlaid and state.values is not None:
-        return [extent for _, extent in state.values.parts]
-    return [state.local_shape]
+def _device_of(state: State) -> Any:
+    return torch.device("cpu" if state.device < 0 else f"cuda:{state.device}")
+
+
+def _sizes(state: State) -> list[int]:
+    """Bytes of what has a place of its own."""
+    extents = [state.local_shape]
+    if isinstance(state.values, Parted):
+        extents = [extent for _, extent in state.values.parts]
+    return [math.prod(extent) * state.dtype.itemsize for extent in extents]
+
+
+class Room:
+    """Memory of a device for results that are wanted until the next ones are computed. They lie one
+    behind the other, and from the beginning again where there is no place."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._largest = self._sum = self._at = 0
+
+    def add(self, sizes: Iterable[int]) -> None:
+        """Results of so many bytes will lie there."""
+        for size in map(_aligned, sizes):
+            self._largest, self._sum = max(self._largest, size), self._sum + size
+
+    @functools.cached_property
+    def memory(self) -> Any:
+        size = max(self._largest, min(self._sum, ROOM.get(self._device.type, 0)))
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def place(self, size: int) -> int:
+        """The address of the next one."""
+        if self._at + _aligned(size) > self.memory.numel():
+            self._at = 0
+        first, self._at = self._at, self._at + _aligned(size)
+        return int(self.memory.data_ptr()) + first
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Batch:
     """What computes several items together. This one does not: nothing waits."""
 
-    def settle(self) -> None:
-        """What was asked for so far is computed on the current streams."""
+    def place_of(self, item: Item) -> int:
+        """Where it is in the order in which they are computed, the same on all ranks."""
+        return 0
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Calls *call* when what was asked for so far is computed on the current streams."""
+        call()
 
     def finish(self) -> None:
         """All that the step wants was asked for."""
 
-    def repeat(self, states: list[State]) -> bool:
-        """Computes all of *states* as at the step before, if only contents have changed since.
-        False: it did nothing, and is asked for each of them. For callers under torch.no_grad()."""
+    def repeat(self, whose: Hashable, states: list[State]) -> bool:
+        """Computes all of *states* and calls, as at *whose* step before, if only contents have
+        changed since. False: it did nothing, and is asked for each of them. For callers under
+        torch.no_grad()."""
         return False
 
     def release(self) -> None:
@@ -310,9 +365,9 @@ class Computing:
         self,
         items: Callable[[], Iterable[Item]],
         batch: Batch,
-        take: Callable[[Maker], None] | None = None,
+        take: Callable[[tuple[Maker, ...]], None] = lambda makers: None,
     ) -> None:
-        """take: called when an item's values are computed, or some of its parts."""
+        """take: called when values in a room are computed, before others take their places."""
         self._items = items
         self._batch = batch
         self._take = take
@@ -321,9 +376,12 @@ class Computing:
 
     def fill(self) -> None:
         """All are computed also if one raises, as other ranks wait for it in a collective."""
-        if self._take is None and self._repeats():
+        if self._repeats():
             return
         known, self._outs = self._outs, {}
+        waiting: list[Maker] = []
+        ends: dict[int, int] = {}
+        """Of what waits, by rooms."""
 
         def outs(item: Item, state: State) -> list[Any]:
             held = known.get(id(item))
@@ -332,22 +390,34 @@ class Computing:
             self._outs[id(item)] = held
             return held[1]
 
-        def take(maker: Maker) -> None:
-            if self._take is not None:
-                self._batch.settle()
-                self._take(maker)
+        def take() -> None:
+            if waiting:
+                self._batch.then(functools.partial(self._take, tuple(waiting)))
+            waiting.clear()
+            ends.clear()
 
-        self._each(outs, take)
+        def begins(maker: Maker, outs: list[Any]) -> None:
+            first, room = outs[0].data_ptr(), outs[0].untyped_storage().data_ptr()
+            if first < ends.get(room, 0):
+                take()
+            ends[room] = first + sum(one.nbytes for one in outs)
+            waiting.append(maker)
+
+        self._each(outs, begins, take)
 
     def _repeats(self) -> bool:
         states = [item.state for item in self._items() if item.state is not None]
         with torch.no_grad():
-            return self._batch.repeat([one for one in states if one.values is not None])
+            return self._batch.repeat(self, [one for one in states if one.values is not None])
 
     def miss(self) -> None:
         """Computes nothing that is read: readers may have the last step's results yet."""
+
+        def settle(*_: Any) -> None:
+            self._batch.then(lambda: None)
+
         with contextlib.suppress(Exception):
-            self._each(_scratch, lambda maker: self._batch.settle())
+            self._each(_scratch, settle, settle)
 
     def release(self) -> None:
         """The results' memory goes with the states."""
@@ -355,41 +425,50 @@ class Computing:
         self._batch.release()
 
     def _each(
-        self, memory: Callable[[Item, State], list[Any]], take: Callable[[Maker], None]
+        self,
+        memory: Callable[[Item, State], list[Any]],
+        begins: Callable[[Maker, list[Any]], None],
+        ends: Callable[[], None],
     ) -> None:
+        """begins: called before what is in a room is computed. ends: behind all."""
         failed: Exception | None = None
         try:
             with torch.no_grad():
-                for item in self._items():
+                for item in sorted(self._items(), key=self._batch.place_of):
                     state = item.state
                     if state is None or state.values is None:
                         continue
                     try:
-                        _fill(item.name, state, memory(item, state), take)
+                        _fill(item.name, state, memory(item, state), begins)
                     except Exception as error:
                         failed = failed or error
+                if failed is None:
+                    ends()
         finally:
             self._batch.finish()
         if failed is not None:
             raise failed
 
 
-def _fill(name: str, state: State, outs: list[Any], take: Callable[[Maker], None]) -> None:
-    if not isinstance(state.values, Parted) or not state.overlaid:
-        assert state.values is not None
-        state.values.fill(outs)
-        take((name, 0))
+def _fill(
+    name: str, state: State, outs: list[Any], begins: Callable[[Maker, list[Any]], None]
+) -> None:
+    assert state.values is not None
+    if isinstance(state.values, Parted) and state.places:
+        compute = state.values.begin()
+        for number, out in enumerate(outs):
+            begins((name, number), [out])
+            compute(number, out)
         return
-    compute = state.values.begin()
-    for number, out in enumerate(outs):
-        compute(number, out)
-        take((name, number))
+    if state.places and outs:
+        begins((name, 0), outs)
+    state.values.fill(outs)
 
 
 def _scratch(item: Item, state: State) -> list[Any]:
     assert state.values is not None
-    device = "cpu" if state.device < 0 else f"cuda:{state.device}"
-    if state.overlaid:
+    device = _device_of(state)
+    if _is_one_by_one(state):
         sizes = [math.prod(extent) for _, extent in state.values.parts]
         room = torch.empty(max(sizes, default=0), dtype=state.dtype, device=device)
         return [room[: math.prod(extent)].view(extent) for _, extent in state.values.parts]
