@@ -75,7 +75,6 @@ typedef struct adapter_identity {
     /* how it came; says nothing of what it is */
     fanin_checksums transport_checksums;
     bool verified;
-    bool patched; /**< adapter_recall() has brought it, and nothing has landed */
     json_t *base; /**< what patches may be applied to later; NULL: not known */
 } adapter_identity;
 
@@ -167,6 +166,9 @@ void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
 /** The same of DIGEST_PIECE bytes of an adapter's file, from a multiple of that on, whose digest is
     @p known: nobody reads them again. */
 void adapter_digested(adapter *a, uint64_t offset, const digest *known);
+/** What adapter_recall() has brought, and patches have changed, is final: all has landed. Thread:
+    the pulling one. */
+void adapter_recalled(adapter *a);
 /** A new attempt: everything will land again. */
 void adapter_restart(adapter *a);
 

@@ -423,6 +423,15 @@ void adapter_digested(adapter *a, uint64_t offset, const digest *known)
         file_pages_landed(a->pages, DIGEST_PIECE);
 }
 
+void adapter_recalled(adapter *a)
+{
+    for (size_t i = 0; i < a->n_mapped; i++) {
+        const safetensors_layout *layout = &a->files.files[i].layout;
+        piece_digests_landed(a->mapped[i].digests, layout->header_size,
+                             layout->file_size - layout->header_size);
+    }
+}
+
 void adapter_restart(adapter *a)
 {
     if (!fits_file_system(a))

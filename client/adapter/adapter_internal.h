@@ -131,9 +131,6 @@ typedef enum file_read_result {
  */
 file_read_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
                              void *cookie, digest *out);
-/** Bytes [@p from, @p from + @p size) of @p file into memory at @p to, likewise. */
-file_read_result file_copy(int file, uint64_t from, uint64_t size, uint8_t *to,
-                           bool (*go_on)(void *), void *cookie);
 
 /* ------------------------------- what a directory holds (adapter_reuse.c) */
 

@@ -9,8 +9,12 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+/* Between two steps of a copy the deadline and cancel are looked at. */
+#define COPY_STEP ((uint64_t)64 << 20)
 
 bool adapter_is_old(const adapter *a, int directory)
 {
@@ -61,28 +65,37 @@ static bool has_header(int file, const safetensors_layout *layout)
     return same;
 }
 
+/* From file to file: the kernel makes the space, and clears no pages before. It never lets both have
+   one block, as copy_file_range() may: what is written into such a one by its mapping needs
+   another, and is a signal on a full disk. Bytes that were copied, at most @p size; <= 0: none. */
+static ssize_t copy_some(int file, const mapped_file *to, uint64_t at, size_t size)
+{
+    off_t from = (off_t)at;
+    ssize_t n = -1;
+    if (!to->anonymous && lseek(to->memory.file, from, SEEK_SET) == from)
+        n = sendfile(to->memory.file, file, &from, size);
+    if (n >= 0)
+        return n;
+    return file_read(file, to->memory.base + at, size, at) ? (ssize_t)size : -1;
+}
+
 static fanin_status copy_tensors(adapter *a, size_t index, int file,
                                  const char **because, fanin_error *error)
 {
     const tensor_file *made = &a->files.files[index];
-    uint64_t header = made->layout.header_size, size = made->layout.file_size;
-    fanin_status status = adapter_need(a, made->at, size, error);
-    if (status != FANIN_OK)
-        return status;
-    switch (file_copy(file, header, size - header,
-                      a->mapped[index].memory.base + header, adapter_may_read_on, a)) {
-    case FILE_READ_STOPPED:
-        return adapter_may_go_on(a, "copying the older directory for", error);
-    case FILE_READ_MEMORY:
-        return error_set_memory(error);
-    case FILE_READ_SHORT:
-    case FILE_READ_ERROR:
-        *because = "a file of the older directory cannot be read";
-        break;
-    case FILE_READ_OK:
-        break;
+    uint64_t at = made->layout.header_size, size = made->layout.file_size;
+    fanin_status status = FANIN_OK;
+    while (at < size && status == FANIN_OK) {
+        uint64_t left = size - at, step = left < COPY_STEP ? left : COPY_STEP;
+        ssize_t n = copy_some(file, &a->mapped[index], at, (size_t)step);
+        if (n <= 0) {
+            *because = "the older directory cannot be copied";
+            return FANIN_OK;
+        }
+        at += (uint64_t)n;
+        status = adapter_may_go_on(a, "copying the older directory for", error);
     }
-    return FANIN_OK;
+    return status;
 }
 
 static fanin_status recall_file(adapter *a, size_t index, const char **because,
@@ -93,7 +106,7 @@ static fanin_status recall_file(adapter *a, size_t index, const char **because,
     int file = -1;
     fanin_status status = FANIN_OK;
     if (adapter_open_file(a, a->old, made->name, &file, &size, NULL) != FANIN_OK)
-        *because = "a file of the older directory cannot be read";
+        *because = "the older directory cannot be copied";
     else if (file < 0 || size != made->layout.file_size ||
              !has_header(file, &made->layout))
         *because = "the older directory has not the files that are to be made";

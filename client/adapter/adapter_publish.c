@@ -319,16 +319,6 @@ static void tell_same_bytes(const adapter *a, const adapter_identity *identity,
               identity->publication, identity->step, first, steps);
 }
 
-/* Nothing but the headers has landed: the rest was recalled, and is final now. */
-static void land_recalled(adapter *a)
-{
-    for (size_t i = 0; i < a->n_mapped; i++) {
-        const safetensors_layout *layout = &a->files.files[i].layout;
-        piece_digests_landed(a->mapped[i].digests, layout->header_size,
-                             layout->file_size - layout->header_size);
-    }
-}
-
 /* The text of fanin.json, to be freed. @p files: room for all. */
 static fanin_status make_identity(adapter *a, const adapter_identity *identity,
                                   identity_file *files, size_t *count_out,
@@ -348,8 +338,6 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "there is no file to publish");
     file_pages_stop(&a->pages);
-    if (identity->patched)
-        land_recalled(a);
     char *text = NULL;
     size_t count = 0;
     identity_file *files = calloc(a->n_mapped + ADAPTER_TEXTS, sizeof files[0]);

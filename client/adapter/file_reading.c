@@ -13,10 +13,9 @@
 
 typedef struct reading {
     int file;
-    uint64_t from, size; /* bytes of the file */
-    size_t count;        /* pieces */
-    digest *digests;     /* NULL: it is copied */
-    uint8_t *to;
+    uint64_t size;
+    size_t count; /* pieces */
+    digest *digests;
     atomic_size_t next;
     atomic_int result, reason; /* of the first failure */
 } reading;
@@ -43,34 +42,23 @@ bool file_read(int file, void *to, size_t size, uint64_t offset)
     return true;
 }
 
-/* All at once: each fault costs more than the copy of a page. */
-static void make_pages(uint8_t *at, size_t size)
-{
-    size_t before = (uintptr_t)at % (size_t)sysconf(_SC_PAGESIZE);
-    (void)file_pages_touch(at - before, size + before);
-}
-
-/* @p data: NULL, it goes where it is wanted. */
 static bool read_piece(reading *r, size_t piece, uint8_t *data)
 {
     uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
     size_t size = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE);
-    uint8_t *to = data ? data : r->to + begin;
-    if (!data)
-        make_pages(to, size);
-    bool good = file_read(r->file, to, size, r->from + begin);
-    if (!good)
-        fail_reading(r, errno == 0 ? FILE_READ_SHORT : FILE_READ_ERROR, errno);
-    else if (r->digests)
+    bool good = file_read(r->file, data, size, begin);
+    if (good)
         r->digests[piece] = digest_of(data, size);
+    else
+        fail_reading(r, errno == 0 ? FILE_READ_SHORT : FILE_READ_ERROR, errno);
     return good;
 }
 
 /* Takes piece by piece until all are taken; @p go_on may be NULL. */
 static void read_some(reading *r, bool (*go_on)(void *), void *cookie)
 {
-    uint8_t *data = r->digests ? malloc(DIGEST_PIECE) : NULL;
-    if (r->digests && !data)
+    uint8_t *data = malloc(DIGEST_PIECE);
+    if (!data)
         fail_reading(r, FILE_READ_MEMORY, 0);
     while (atomic_load(&r->result) == FILE_READ_OK) {
         if (go_on && !go_on(cookie)) {
@@ -121,11 +109,4 @@ file_read_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
     free(r.digests);
     errno = reason;
     return result;
-}
-
-file_read_result file_copy(int file, uint64_t from, uint64_t size, uint8_t *to,
-                           bool (*go_on)(void *), void *cookie)
-{
-    reading r = {.file = file, .from = from, .size = size, .to = to};
-    return read_parts(&r, go_on, cookie);
 }

@@ -48,7 +48,6 @@ void pull_base_tell(pull *p)
     uint64_t seed = p->destination->seed;
     /* What was converted is nothing that patches fit. */
     base_step *now = p->identity.dtype == 0 ? what_is_held(p) : NULL;
-    p->identity.patched = p->delta != NULL;
     if (now)
         p->identity.base = base_json(now, seed ? seed : p->client->plan_seed);
     free(now);

@@ -48,8 +48,9 @@ typedef struct destination {
     /** Makes the memory hold what base says, unless it does; *because: it cannot. NULL: it always
         does. FANIN_ERR_IO, FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED. */
     fanin_status (*recall)(void *cookie, const char **because, fanin_error *error);
-    const char *baseless; /**< why base says nothing, if that is known */
-    uint64_t seed;        /**< of the plan (plan_rules); 0: the client's */
+    void (*patched)(void *cookie); /**< all that was recalled has landed; may be NULL */
+    const char *baseless;          /**< why base says nothing, if that is known */
+    uint64_t seed;                 /**< of the plan (plan_rules); 0: the client's */
     bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
     uint64_t started_ns; /**< when the caller's call began; 0: now */
     /** set by the pull: reads could not be recalled, never free the memory */

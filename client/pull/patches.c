@@ -199,6 +199,8 @@ fanin_status pull_apply(pull *p, fanin_error *error)
         p->destination->leak = true;
     if (status != FANIN_OK)
         return status;
+    if (holds && p->destination->patched) /* its work goes on beside the comparison */
+        p->destination->patched(p->destination->cookie);
     p->result->info.restarts += !holds;
     p->state = !holds ? PULL_START : p->kept ? PULL_COMPARE : PULL_PUBLISH;
     return status;
@@ -217,6 +219,8 @@ fanin_status pull_compare(pull *p, fanin_error *error)
         return FANIN_OK;
     p->unequal = true;
     p->result->info.restarts++;
+    if (p->destination->restart)
+        p->destination->restart(p->destination->cookie);
     log_write(&p->client->log, FANIN_LOG_WARNING, "delta-unequal",
               "%s step %" PRIu64 " by patches since step %" PRIu64
               ": %s; the whole is read",

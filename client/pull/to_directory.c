@@ -109,6 +109,11 @@ static fanin_status recall_older(void *cookie, const char **because, fanin_error
     return adapter_recall(((adapter_destination *)cookie)->adapter, because, error);
 }
 
+static void patched(void *cookie)
+{
+    adapter_recalled(((adapter_destination *)cookie)->adapter);
+}
+
 static bool is_cancelled(void *cookie)
 {
     return atomic_load(&((fanin_client *)cookie)->cancelled);
@@ -166,6 +171,7 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
                                 .dtype = options->dtype,
                                 .base = a->base,
                                 .recall = recall_older,
+                                .patched = patched,
                                 .baseless = a->baseless,
                                 .seed = a->seed};
     a->publication = options->publication;

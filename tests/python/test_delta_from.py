@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -224,9 +225,9 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (
             "a folder",
             lambda old: ((old / FILE).unlink(), (old / FILE).mkdir()),
-            "cannot be read",
+            "cannot be copied",
         ),
-        ("others'", lambda old: (old / FILE).chmod(0o666), "cannot be read"),
+        ("others'", lambda old: (old / FILE).chmod(0o666), "cannot be copied"),
         ("all others'", lambda old: old.chmod(0o777), "other users"),
         (
             "no identity",
@@ -513,3 +514,37 @@ def test_a_rank_that_dies(trainer: Trainer, old: Path) -> None:
         client.pull_model(RUN, old, delta_from=old, timeout=1.5)
     assert digest(old) == before
     assert os.listdir(old.parent) == ["old"]
+
+
+def step_of(directory: Path) -> int:
+    """0: there is none, or it is just being replaced."""
+    try:
+        step: int = json.loads((directory / "fanin.json").read_text())["step"]
+    except FileNotFoundError:
+        return 0
+    return step
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="no jq")
+def test_the_loop_of_the_page(trainer: Trainer, tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "deltas.md"
+    script = page.read_text().split("```bash\n")[1].split("```")[0]
+    where = tmp_path / "model"
+    paths = f"{Path(local_world.nixl_fetch()).parent}:{os.environ['PATH']}"
+    told = {"TRAINER": ",".join(local_world.addresses(trainer.ranks)), "DIR": str(where)}
+    loop = subprocess.Popen(
+        ["bash", "-eu", "-c", script],
+        env=os.environ | told | {"PATH": paths, "PAUSE": "0.1"},
+        start_new_session=True,
+    )
+    try:
+        for _ in range(4):
+            end = time.monotonic() + PATIENCE
+            while step_of(where) != trainer.step:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            trainer.check(where)
+            trainer.commit()
+    finally:
+        os.killpg(loop.pid, signal.SIGKILL)
+        loop.wait(PATIENCE)
