@@ -8,6 +8,9 @@ places, changes with each step. One worker pulls each step twice into memory tha
 whole and by deltas, with the ranks' digests and without. Both are children of this file, each in a
 namespace of its own. At the end of each row the worker's memory is compared with the rank's.
 Commits with and without patches take turns as well, while a worker that asks is connected.
+
+With --directory no worker is there: `nixl-fetch pull --delta-from` replaces each step's directory
+by the next one's. `nixl-fetch pull --verify` makes another one beside it, whole.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -79,13 +83,23 @@ class Worker:
             parts = enumerate(self.memory[-1].reshape(TENSORS, -1))
             made = (fanin.shard_of(f"t{i}", one, dtype="BF16", writable=True) for i, one in parts)
             self.packed.append(fanin.pack(made))
-        how = {"path": "stream", "use_unix": False, "use_ucx": False, **options["client"]}
+        how = {
+            "path": "stream",
+            "use_unix": False,
+            "use_ucx": False,
+            **options["client"],
+        }
         self.client = fanin.Client([options["address"]], **how)
 
     def pull(self, step: int, deltas: bool, verify: bool) -> dict[str, Any]:
         begun = time.perf_counter()
         result = self.client.pull_into(
-            RUN, self.packed[deltas], step=step, timeout=PATIENCE, deltas=deltas, verify=verify
+            RUN,
+            self.packed[deltas],
+            step=step,
+            timeout=PATIENCE,
+            deltas=deltas,
+            verify=verify,
         )
         took = time.perf_counter() - begun
         names = ("base_step", "patch_bytes", "whole_because", "read", "apply", "verify")
@@ -96,7 +110,10 @@ class Worker:
 
 
 def main() -> None:
-    kind, options = {"rank": Rank, "worker": Worker}[sys.argv[1]], json.loads(sys.argv[2])
+    kind, options = (
+        {"rank": Rank, "worker": Worker}[sys.argv[1]],
+        json.loads(sys.argv[2]),
+    )
     made = kind(options)
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
@@ -111,7 +128,11 @@ class Child:
     """One of them, which ends with the stack."""
 
     def __init__(
-        self, stack: ExitStack, inside: list[str], library: Path, options: dict[str, Any]
+        self,
+        stack: ExitStack,
+        inside: list[str],
+        library: Path,
+        options: dict[str, Any],
     ) -> None:
         paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -174,7 +195,67 @@ def row(rank: Child, worker: Child, share: float, rounds: int) -> dict[str, Any]
                 rank.do("commit", share=share, deltas=deltas)["seconds"]
             )
     middle = {name: statistics.median(values) for name, values in took.items()}
-    return {"share": share, "patch_bytes": statistics.median(patches), "seconds": middle}
+    return {
+        "share": share,
+        "patch_bytes": statistics.median(patches),
+        "seconds": middle,
+    }
+
+
+def directory_row(rank: Child, pull: list[str], place: Path, arguments: Any, share: float) -> Any:
+    """The same of the command's pulls into directories, each by a process of its own."""
+    delta, whole = place / "delta", place / "whole"
+    took: dict[str, list[float]] = {}
+    patches = []
+
+    def run(directory: Path, *options: str) -> dict[str, Any]:
+        words = [
+            *pull,
+            str(directory),
+            *options,
+            "--path",
+            "stream",
+            "--json",
+            "--quiet",
+        ]
+        begun = time.perf_counter()
+        done = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told | {"seconds": time.perf_counter() - begun}
+
+    def pull_one(deltas: bool) -> None:
+        if not deltas:
+            shutil.rmtree(whole, ignore_errors=True)
+        options = ["--delta-from", str(delta)] if deltas else ["--verify"]
+        told = run(delta if deltas else whole, *options)
+        if deltas and told["whole_because"]:
+            sys.exit(f"network: no delta, because {told['whole_because']}")
+        kind = "delta" if deltas else "whole"
+        took.setdefault(kind, []).append(told["seconds"])
+        for part in ("read", "verify", "write"):
+            took.setdefault(f"{kind}: {part}", []).append(told["phases_ns"][part] / 1e9)
+        if deltas:
+            patches.append(told["patch_bytes"])
+
+    rank.do("commit", share=share, deltas=KEPT)
+    run(delta, "--delta-from", str(delta))
+    for number in range(arguments.rounds):
+        rank.do("commit", share=share, deltas=KEPT)
+        for deltas in (False, True) if number % 2 == 0 else (True, False):
+            pull_one(deltas)
+        files = [(one / "model.safetensors").read_bytes() for one in (delta, whole)]
+        if files[0] != files[1]:
+            sys.exit("network: the two directories differ")
+    for one in (delta, whole):
+        shutil.rmtree(one)
+    middle = {name: statistics.median(values) for name, values in took.items()}
+    worst = {name: max(values) for name, values in took.items()}
+    return {
+        "share": share,
+        "patch_bytes": statistics.median(patches),
+        "seconds": middle,
+        "worst": worst,
+    }
 
 
 def measure(link: Any, arguments: Any, served: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,6 +274,17 @@ def measure(link: Any, arguments: Any, served: dict[str, Any]) -> list[dict[str,
                 options = common | {"address": address}
                 program = [sys.executable, str(Path(__file__).resolve())]
                 rank = Child(stack, link.inside(0, *program, "rank"), library, options)
+                if arguments.directory:
+                    pull = [arguments.nixl_fetch, "pull", address, RUN]
+                    pull += ["--secret-file", secret] if secret else []
+                    place = Path(arguments.directory)
+                    for share in arguments.shares:
+                        told = directory_row(
+                            rank, link.inside(1, *pull), place, arguments, share / 100
+                        )
+                        found.append({"gbits": gbits, "way": way, "mib": arguments.mib, **told})
+                        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+                    continue
                 worker = Child(stack, link.inside(1, *program, "worker"), library, options)
                 for share in arguments.shares:
                     one = row(rank, worker, share / 100, arguments.rounds)

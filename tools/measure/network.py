@@ -3,7 +3,7 @@
 """network.py NIXL_FETCH [--shape SHAPE] [--rounds N] [--seconds S] [--streams N,...] [--loopback]
            [--secret] [--costs]
 network.py NIXL_FETCH --deltas [--share PERCENT,...] [--rates GBITS,...] [--mib N] [--rounds N]
-           [--secret]
+           [--secret] [--directory DIR]
 
 One rank and one worker in two network namespaces, joined by a veth pair, so that bytes go by TCP;
 beside it iperf3 the same way over the same link, with as many connections as the worker has.
@@ -17,7 +17,8 @@ rank that updates every 50 ms and waits 1 ms for a lease, while it is pulled, an
 one rank and to 64.
 
 --deltas measures something else, without iperf3: pulls of what has changed beside whole ones, over
-links of so many Gb/s, see deltas.py. It needs NumPy.
+links of so many Gb/s, see deltas.py. With --directory the command pulls into model directories
+below DIR, and not a worker into its memory. It needs NumPy.
 """
 
 from __future__ import annotations
@@ -306,6 +307,7 @@ def main() -> None:
     parser.add_argument("--share", type=numbers_of, default=[0.1, 1, 5], dest="shares")
     parser.add_argument("--rates", type=numbers_of, default=[1, 10], help="Gb/s, of --deltas")
     parser.add_argument("--mib", type=int, default=512, help="of --deltas")
+    parser.add_argument("--directory", help="of --deltas: where the command makes directories")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.nixl_fetch = os.path.abspath(arguments.nixl_fetch)
