@@ -144,8 +144,6 @@ fanin_status adapter_open_file(const adapter *a, int directory, const char *name
 fanin_status adapter_read_file(const adapter *a, int directory, const char *name,
                                uint64_t most, char **text_out, size_t *size_out,
                                fanin_error *error);
-/** For go_on; the cookie is the adapter. */
-bool adapter_may_read_on(void *cookie);
 /** Whether @p directory is the one that adapter_begin_with() was given. */
 bool adapter_is_old(const adapter *a, int directory);
 

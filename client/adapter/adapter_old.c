@@ -65,8 +65,8 @@ static bool has_header(int file, const safetensors_layout *layout)
     return same;
 }
 
-/* From file to file: the kernel makes the space, and clears no pages before. It never lets both have
-   one block, as copy_file_range() may: what is written into such a one by its mapping needs
+/* From file to file: the kernel makes the space, and clears no pages before. It never lets both
+   have one block, as copy_file_range() may: what is written into such a one by its mapping needs
    another, and is a signal on a full disk. Bytes that were copied, at most @p size; <= 0: none. */
 static ssize_t copy_some(int file, const mapped_file *to, uint64_t at, size_t size)
 {

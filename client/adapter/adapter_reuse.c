@@ -298,7 +298,7 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
     return status;
 }
 
-bool adapter_may_read_on(void *cookie)
+static bool may_read_on(void *cookie)
 {
     return adapter_may_go_on(cookie, "reading", NULL) == FANIN_OK;
 }
@@ -307,8 +307,7 @@ static fanin_status check_digest(adapter *a, int file, const tensor_file *wanted
                                  const char *hex, fanin_error *error)
 {
     digest found;
-    switch (
-        file_digest(file, wanted->layout.file_size, adapter_may_read_on, a, &found)) {
+    switch (file_digest(file, wanted->layout.file_size, may_read_on, a, &found)) {
     case FILE_READ_OK:
         return hex_equal(hex, found.bytes) ? FANIN_OK
                                            : refuse_damaged(a, wanted->name, error);
