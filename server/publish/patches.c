@@ -208,6 +208,23 @@ static void leave_room_for_next(fanin_server *s, publication *p, patch_room *roo
     }
 }
 
+/* What commits that were withdrawn have made gives its room back. Kernels that still write there
+   run before those that are queued now. */
+static void discard_withdrawn(fanin_server *s, const commit *c)
+{
+    pthread_mutex_lock(&s->lock);
+    for (commit *other = s->commits; other; other = other->next) {
+        if (other == c || other->of != c->of)
+            continue;
+        patches_discard(s, other->patch);
+        other->patch = NULL;
+    }
+    bool any = s->garbage;
+    pthread_mutex_unlock(&s->lock);
+    if (any)
+        garbage_collect(s);
+}
+
 void patches_prepare(commit *c, uint32_t part)
 {
     if (c->terms.deltas > 0 && may_have_patches(c->catalog))
@@ -224,6 +241,7 @@ static patch *queue_patch(fanin_server *s, commit *c, uint32_t part, unsigned be
     if (!made)
         return NULL;
     *made = (patch){.from = c->closing, .to = c->generation};
+    discard_withdrawn(s, c);
     leave_room_for_next(s, c->of, p->room);
     if (device_patch_queue(c->catalog->plan, part, before, c->arena, most, &packed,
                            &made->made))

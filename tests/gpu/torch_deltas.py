@@ -97,9 +97,17 @@ class Trainer:
 
 
 class Reader:
+    """Into *device*, or "pinned" host memory, as an engine on a GPU reads ahead."""
+
     def __init__(self, addresses: list[str], like: dict[str, torch.Tensor], device: str) -> None:
         self.client = fanin.Client(addresses, path="stream")
-        self.tensors = {name: torch.zeros_like(one, device=device) for name, one in like.items()}
+        self.place = device
+        how: dict[str, Any] = {"device": device}
+        if device == "pinned":
+            how = {"device": "cpu", "pin_memory": True}
+        self.tensors = {
+            name: torch.empty(one.shape, dtype=one.dtype, **how) for name, one in like.items()
+        }
         self.packed = fanin.pack(
             fanin.shard_of(name, one, writable=True) for name, one in self.tensors.items()
         )
@@ -138,8 +146,7 @@ def check_pull(readers: list[Reader], trainer: Trainer, step: int, what: str, ba
     """*base*: the step before, 0: the whole is to come."""
     for reader in readers:
         result = reader.pull(step)
-        place = next(iter(reader.tensors.values())).device
-        told = f"{what} into {place}: {result.patch_bytes} bytes {result.whole_because}"
+        told = f"{what} into {reader.place}: {result.patch_bytes} bytes {result.whole_because}"
         good = equal(reader, trainer.published()) and result.verified
         check(told, good and result.base_step == base, f"since {result.base_step}")
 
@@ -148,7 +155,8 @@ def check_bytes(device: str) -> None:
     with closing(Trainer(device)) as trainer:
         trainer.server.publish(1)
         like = trainer.published()
-        readers = [Reader(trainer.addresses, like, one) for one in {device, "cpu"}]
+        places = ("cuda", "pinned", "cpu") if device == "cuda" else ("cpu",)
+        readers = [Reader(trainer.addresses, like, one) for one in places]
         check_pull(readers, trainer, 1, "first", 0)
         step = 1
         for share in (0.01, 0.0, 0.001, 0.012):

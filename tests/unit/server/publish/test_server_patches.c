@@ -626,21 +626,20 @@ SERVER_TEST(whoever_does_not_ask_pays_nothing)
 SERVER_TEST(arenas_that_were_there_are_zeroed_first)
 {
     patch_offers o;
-    uint8_t *rubbish = fake_cuda_alloc(0, (uint64_t)2 << 20, FAKE_CUDA_MALLOC);
-    memset(fake_cuda_alias(rubbish), 0x5a, (size_t)2 << 20);
-    fake_cuda_free(rubbish);
     fanin_server *s = server_start_lease(0);
     put_shards(s);
     assert_works(commit_with(s, 1, 0, ERROR));
     next(s, 2, 0);
+    puller r = puller_open(s);
+    assert_false(ask(&r, &o));
     next(s, 3, 4);
-    puller r = open(s, &o);
+    assert_int_equal(server_stats(s).patches_made, 0);
     uint64_t base = puller_begin(&r).epoch;
     read_whole(&r, &held);
     puller_end(&r);
     next(s, 4, 4);
-    assert_true(leads_from(&r, base));
     assert_int_equal(server_stats(s).patches_made, 1);
+    assert_true(leads_from(&r, base));
 }
 
 static CUstream new_stream(void)
