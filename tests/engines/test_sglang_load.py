@@ -25,6 +25,7 @@ import pytest
 import torch
 from fanin import _served
 from fanin._digest import box_digest
+from fanin._records import DELTAS
 from fanin.errors import StateError
 from fanin.sglang import LOADER, Request, asking, guard, load
 from fanin.sglang.held import held
@@ -250,6 +251,42 @@ def test_relays_that_cannot_be_are_done_without(
     check(trainer, model)
     assert "not in the network 10.254.0.0/16" in caplog.text
     assert "name the network of the fleet's hosts" in caplog.text
+
+
+def patched(updater: Updater, trainer: Trainer, step: int) -> bool:
+    """Whether a sync has read what one of a hundred elements has changed, and nothing else."""
+    for server in trainer.servers:
+        server.begin_update("full:0")
+    for tensor in trainer.tensors.values():
+        tensor.view(-1)[step % 100 :: 100] += 1
+    for server in trainer.servers:
+        server.commit("full:0", step, snapshot=True, deltas=4)
+    said = updater.answer(pickle.loads(base64.b64decode(encode(trainer.request(step)))))
+    assert said.success, said.message
+    check(trainer, updater.manager.model)
+    return f"since step {step - 1}" in said.message
+
+
+def test_parameters_that_hold_the_step_before_are_patched(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes them is found by the digests: the same pull reads the whole."""
+    monkeypatch.setenv("FANIN_PATH", "stream")
+    for server in trainer.servers:
+        server.set_metadata("full:0", {DELTAS: "4"})
+    model = StandIn()
+    updater = Updater(model)
+    assert [patched(updater, trainer, step) for step in (1, 2, 3)] == [False, True, True]
+    with torch.no_grad():
+        model.embed.weight[3] += 1  # as processing after load may
+    assert [patched(updater, trainer, step) for step in (4, 5)] == [False, True]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as packing for AMX does
+    assert [patched(updater, trainer, step) for step in (6, 7)] == [False, True]
+    for step in (8, 9, 10, 11):
+        with torch.no_grad():
+            model.embed.weight[3] += step < 10
+        assert not patched(updater, trainer, step)  # after two of them it is not tried
 
 
 def test_parameters_that_lie_elsewhere_are_found_again(trainer: Trainer) -> None:

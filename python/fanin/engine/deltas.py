@@ -16,6 +16,9 @@ from fanin.errors import RequestError
 _log = logging.getLogger("fanin.engine")
 
 _SAID = (True, False, "auto")
+# How the library says that the memory did not hold what a pull had brought there.
+_UNEQUAL = "what patches had led to"
+_UNEQUAL_MOST = 2
 
 
 def check_deltas(said: Any, relay: str | None, mode: str) -> None:
@@ -38,7 +41,8 @@ class Asking:
 
     Args:
         said: init_info's deltas. True: always. "auto": of a launch whose ranks keep patches, until
-            a pull shows that they are not read by streams, as only streams carry patches.
+            a pull shows that they are not read by streams, as only streams carry patches, or two
+            pulls one after the other that somebody else writes the memory.
         verify: init_info's; None: as deltas are asked for.
         relay: whom what is read is handed on to, by whole units; None: nobody.
     """
@@ -47,12 +51,14 @@ class Asking:
         self._said = said if relay is None else False
         self._verify = verify
         self._one_sided = ""  # a launch
+        self._unequal = 0  # pulls in a row
 
     def asks(self, published: Published) -> bool:
         """Of what the trainer publishes now."""
         if self._said != "auto":
             return bool(self._said)
-        return DELTAS in published.metadata and published.world != self._one_sided
+        told = DELTAS in published.metadata and published.world != self._one_sided
+        return told and self._unequal < _UNEQUAL_MOST
 
     def options(self) -> dict[str, Any]:
         """Of a ``pull_into`` that asks."""
@@ -61,6 +67,9 @@ class Asking:
     def came(self, result: PullResult, whole: int) -> None:
         """It has brought that, of a step of *whole* bytes."""
         counts.add(result, whole)
+        self._unequal = self._unequal + 1 if result.whole_because.startswith(_UNEQUAL) else 0
+        if self._unequal == _UNEQUAL_MOST and self._said == "auto":
+            _log.info("fanin: no deltas are asked for from now on: the engine writes what it holds")
         # Proofs of what was read whole are not for free.
         one_sided = [r for r in result.ranks if r.get("bytes") and r.get("path") != "stream"]
         if one_sided and self._said == "auto":

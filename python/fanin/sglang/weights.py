@@ -28,7 +28,8 @@ from fanin._allowed import check_by_config
 from fanin._records import PullResult
 from fanin.config import inference_setting
 from fanin.engine.clients import Source
-from fanin.engine.landing import lend
+from fanin.engine.deltas import Asking
+from fanin.engine.landing import lend, part_of
 from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import FaninError, PeerError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
@@ -135,6 +136,7 @@ class _Live:
         #: Published tensors that only the model's own loader can place.
         self.by_loader: tuple[str, ...] = ()
         self._packed: PackedMapping | None = None
+        self._asking = Asking("auto", None, None)
         #: Addresses of parameters and buffers, when the last pull landed there.
         self.places: dict[str, int] = {}
         #: Names of published tensors that the last request leaves out.
@@ -272,6 +274,15 @@ class _Live:
             self.places = places
         how = {"step": step, "dtype": self._packed.dtype}
         boxes = self._packed.tensors
+        # Where SGLang's processing leaves the parameters as they are they hold the step of before,
+        # which digests prove.
+        asks = (
+            trainer.relay is None
+            and self._packed.dtype is None
+            and next(model.parameters()).device.type == "cpu"
+            and self._asking.asks(trainer.published)
+        )
+        patches = self._asking.options() if asks else {}
         # All is planned and every rank has answered before the first byte is asked for: what fails
         # until then leaves the weights as they were.
         trainer.client.begin(trainer.run, boxes, timeout=left(deadline), **how).abandon()
@@ -279,11 +290,19 @@ class _Live:
         pulled = _by_relays(trainer, boxes, deadline, how)
         relayed = "" if pulled is None else f" with relays ({pulled.path_reason})"
         if pulled is None:
-            pulled = trainer.client.pull_into(trainer.run, boxes, timeout=left(deadline), **how)
+            pulled = trainer.client.pull_into(
+                trainer.run, boxes, timeout=left(deadline), **how, **patches
+            )
+        read, changed = pulled.bytes, ""
+        if asks:
+            self._asking.came(pulled, pulled.bytes)
+            if not pulled.whole_because:
+                read = pulled.patch_bytes
+                changed = part_of(read, pulled.bytes, pulled.base_step)
         self._packed.settle()
-        report.bytes += pulled.bytes
+        report.bytes += read
         report.worlds.add(str(pulled.world_id))
-        report.how.append(f"{pulled.tensors} tensors by {pulled.path}{relayed}")
+        report.how.append(f"{pulled.tensors} tensors by {pulled.path}{relayed}{changed}")
 
 
 def _by_relays(
