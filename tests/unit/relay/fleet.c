@@ -357,13 +357,19 @@ static void meet(fleet *f, host *reader, host *other)
 
 static void come(fleet *f, host *reader)
 {
-    size_t self = (size_t)(reader - f->hosts), n = 0;
+    size_t self = (size_t)(reader - f->hosts);
     reader->there = true;
     reader->began = f->now;
     reader->schedule = schedule_create(f->sizes, f->o.units, &reader->who, ns(f->now));
     reader->asks[0] = (ask){.reader = self, .server = f->trainer};
     reader->n_asks = 1;
+}
+
+/* Everybody has one list. */
+static void list_all(fleet *f)
+{
     member *all = calloc(f->trainer, sizeof *all);
+    size_t n = 0;
     for (size_t i = 0; i < f->trainer; i++) {
         if (f->hosts[i].there)
             all[n++] = f->hosts[i].who;
@@ -417,6 +423,7 @@ static void set_up(fleet *f)
         if (i != f->o.late)
             come(f, &f->hosts[i]);
     }
+    list_all(f);
     for (size_t i = 0; i < n; i++) {
         if (i != f->o.late)
             befriend(f, &f->hosts[i]);
@@ -449,6 +456,7 @@ static void strike(fleet *f, double one)
     if (f->o.late < f->trainer && !f->hosts[f->o.late].there) {
         host *late = &f->hosts[f->o.late];
         come(f, late);
+        list_all(f);
         befriend(f, late);
         for (size_t i = 0; i < f->trainer; i++) {
             if (f->hosts[i].there && &f->hosts[i] != late && f->o.neighbours == 0)
