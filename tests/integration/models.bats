@@ -177,6 +177,8 @@ assert (config["model_type"], config["kv_lora_rank"], config["num_hidden_layers"
     has "for adapters"
     run -2 "$NIXL_FETCH" pull "$info" lora:0 d --max-file-bytes 7
     has "for models"
+    run -2 "$NIXL_FETCH" pull "$info" lora:0 d --delta-from d
+    has "delta-from is for models"
     run -13 "$NIXL_FETCH" pull "$info" full:0 d --max-bytes 1000
     has max_bytes
     run -15 bash -c 'ulimit -f 8 && "$@"' limited "$NIXL_FETCH" pull "$info" full:0 d
