@@ -13,6 +13,8 @@
 
 /* Ranks commit at about the same time; replicas that lag more than this are done without. */
 #define GRACE_MS 50
+/* Without one that a delta's base has, all is read anew: that takes longer. */
+#define DELTA_GRACE_MS 1000
 /* How long ranks may take to say where they are, and after how long they are asked again if that
    did not tell whether they can do without one that is gone. */
 #define ANSWER_MS 500
@@ -531,7 +533,8 @@ static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
         return FANIN_OK;
     }
     if (g->grace == UINT64_MAX)
-        g->grace = deadline_in_ms(GRACE_MS);
+        g->grace =
+            deadline_in_ms(g->need && g->need->deltas ? DELTA_GRACE_MS : GRACE_MS);
     if (!deadline_passed(g->grace) || g->judged == g->changes)
         return FANIN_OK;
     g->judged = g->changes;

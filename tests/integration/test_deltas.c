@@ -312,6 +312,26 @@ CASE(test_replicas)
     expect_delta(step - 1);
 }
 
+static void *commit_late(void *unused)
+{
+    (void)unused;
+    usleep(200000);
+    world_commit_rank(&w, 1, step);
+    return NULL;
+}
+
+/* The other one alone would do, and would have to bring the whole. */
+CASE(test_a_replica_that_lags)
+{
+    pthread_t late;
+    begin_deltas(2, CUT_REPLICATE, WHOLE);
+    expect_delta(1);
+    world_commit_rank(&w, 0, ++step);
+    assert_int_equal(pthread_create(&late, NULL, commit_late, NULL), 0);
+    expect_delta(step - 1);
+    pthread_join(late, NULL);
+}
+
 CASE(test_two_clients)
 {
     begin_deltas(3, CUT_CHUNK0, PERMUTED);
