@@ -357,6 +357,7 @@ bool adapter_remove_directory(int parent, const char *name, int held)
     if (fd < 0)
         return remove_unopened(parent, name, errno);
     if (fstat(fd, &info) == 0 && info.st_uid == geteuid()) {
+        (void)fchmod(fd, S_IRWXU); /* it may have been made read-only */
         remove_files(fd);
         return unlinkat(parent, name, AT_REMOVEDIR) == 0;
     }

@@ -174,6 +174,17 @@ def test_a_directory_is_replaced(trainer: Trainer, old: Path) -> None:
     assert old.stat().st_ino == inode
 
 
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+def test_a_directory_that_is_read_only(trainer: Trainer, old: Path) -> None:
+    """Nothing of it is left beside the new one, which has its mode."""
+    old.chmod(0o555)
+    words = ["setpriv", "--bounding-set", "-dac_override", *command(trainer, old)]
+    subprocess.run([*words, "--delta-from", old], check=True, timeout=PATIENCE)
+    trainer.check(old)
+    assert old.stat().st_mode & 0o777 == 0o555
+    assert os.listdir(old.parent) == ["old"]
+
+
 def test_nothing_has_changed(trainer: Trainer, old: Path, tmp_path: Path) -> None:
     trainer.pull(old, old)
     result = trainer.pull(tmp_path / "copy", old)
