@@ -407,6 +407,14 @@ static fanin_status first_entry(const adapter *a, int directory,
     return FANIN_OK;
 }
 
+/* A config.json of somebody else's is none of ours, though a pull may make one. */
+static bool is_listed(const json_t *root, const char *name)
+{
+    return strcmp(name, IDENTITY_FILE) == 0 ||
+           (adapter_makes_file(name) &&
+            json_object_get(json_object_get(root, "files"), name) != NULL);
+}
+
 /* The older directory itself is replaced if all of it was made by pulls of this publication. */
 static fanin_status check_replaceable(adapter *a, int directory, const json_t *root,
                                       const adapter_identity *identity,
@@ -421,7 +429,7 @@ static fanin_status check_replaceable(adapter *a, int directory, const json_t *r
         return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
     for (struct dirent *one; entry[0] == '\0' && (one = readdir(dir)) != NULL;) {
         if (strcmp(one->d_name, ".") != 0 && strcmp(one->d_name, "..") != 0 &&
-            !adapter_makes_file(one->d_name))
+            !is_listed(root, one->d_name))
             snprintf(entry, sizeof entry, "%s", one->d_name);
     }
     closedir(dir);

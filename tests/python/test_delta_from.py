@@ -362,11 +362,13 @@ def test_without_patches(trainer: Trainer, old: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_replaced(trainer: Trainer, old: Path) -> None:
-    (old / "tokenizer.json").write_text("mine")
-    before = digest(old)
-    with pytest.raises(FaninError, match=r"'tokenizer\.json' in it was made by no pull"):
-        trainer.pull(old, old)
-    (old / "tokenizer.json").unlink()
+    for mine in ("tokenizer.json", "config.json", "model-00001-of-00002.safetensors"):
+        (old / mine).write_text("mine")
+        before = digest(old)
+        with pytest.raises(FaninError, match=f"'{mine}' in it was made by no pull"):
+            trainer.pull(old, old)
+        assert digest(old) == before
+        (old / mine).unlink()
     forge(old / "fanin.json", lambda found: found.update(publication="full:1"))
     before = digest(old)
     with pytest.raises(FaninError, match="another publication"):
