@@ -72,6 +72,7 @@ typedef struct adapter_identity {
     uint64_t step;
     digest key_table;
     fanin_dtype dtype; /**< what F32 tensors were converted to; 0: nothing */
+    bool is_held;      /**< the older directory is known to be of the same copies */
     /* how it came; says nothing of what it is */
     fanin_checksums transport_checksums;
     bool verified;

@@ -440,16 +440,21 @@ static fanin_status check_replaceable(adapter *a, int directory, const json_t *r
     return FANIN_OK;
 }
 
-/* What differs from what this pull would make is replaced, if that is wanted. */
+/* What differs from what this pull would make is replaced, if that is wanted. The older directory
+   is also compared by the ranks' copies: one that was started again may have the same step, with
+   other bytes. */
 static fanin_status compare_or_replace(adapter *a, int directory, const json_t *root,
                                        const adapter_identity *identity,
                                        bool *reuse_out, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = compare_files(a, directory, root, identity, reuse_out, &why);
-    if (status != FANIN_ERR_EXISTS || !adapter_is_old(a, directory))
-        return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
-    return check_replaceable(a, directory, root, identity, error);
+    bool is_old = adapter_is_old(a, directory);
+    fanin_status status = FANIN_ERR_EXISTS;
+    if (!is_old || identity->is_held)
+        status = compare_files(a, directory, root, identity, reuse_out, &why);
+    if (status == FANIN_ERR_EXISTS && is_old)
+        return check_replaceable(a, directory, root, identity, error);
+    return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
 }
 
 /* The directory is ours; it may be empty, and is then replaced. */

@@ -301,6 +301,7 @@ fanin_status pull_settle(pull *p, fanin_error *error)
     const plan *whole = p->cache->whole.plan.plan;
     bool skip = false;
     identify_content(p);
+    p->identity.is_held = pull_base_is_current(p);
     start_counting(p);
     p->base = NULL;
     fanin_status status = d->agreed(d->cookie, p->publication->keys, &p->identity,

@@ -80,7 +80,7 @@ def nixl_fetch() -> str:
 @contextmanager
 def servers(world: int = len(ROWS), **options: Any) -> Iterator[list[fanin.Server]]:
     """A trainer of *world* ranks in this process; nothing is put."""
-    world_id = os.urandom(16)
+    world_id = options.pop("world_id", None) or os.urandom(16)
     options.setdefault("use_ucx", False)
     made: list[fanin.Server] = []
     try:

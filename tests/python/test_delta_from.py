@@ -327,6 +327,16 @@ def test_another_launch(trainer: Trainer, old: Path, tmp_path: Path) -> None:
         assert_delta(again.pull(old, old), again.step - 1)
 
 
+def test_another_launch_of_the_same_world(trainer: Trainer, old: Path) -> None:
+    """Its step has the number of the one that is there, and other bytes."""
+    trainer.pull(old, old)
+    with local_world.servers(2, world_id=trainer.ranks[0].world_id) as ranks:
+        again = Trainer(ranks)
+        again.commit(0.9)
+        assert (again.step, again.pull(old, old).reused) == (trainer.step, False)
+        assert again.pull(old, old).reused
+
+
 def test_other_tensors(trainer: Trainer, old: Path, tmp_path: Path) -> None:
     more = {"more.weight": np.ones((4, 4), np.float32)}
     trainer.serve(trainer.now | more)
