@@ -11,6 +11,8 @@
 _Static_assert(PATCH_DIMS == FANIN_MAX_DIMS && PATCH_KERNEL_SEGMENT == PATCH_SEGMENT,
                "what the kernel knows");
 
+#define CANCEL_MS 20 /* until a wait sees that the call was cancelled */
+
 /* What a device is told. */
 typedef struct tables {
     int device;
@@ -142,15 +144,12 @@ static fanin_status upload_tables(const tables *t, device_memory *m, gpu_stream 
 
 /* The oldest patch first. Does not wait. */
 static fanin_status start_kernels(const tables *t, const uint64_t ends[PATCHES_MOST],
-                                  device_memory *m, const fanin_stream *after,
-                                  fanin_error *error)
+                                  device_memory *m, fanin_error *error)
 {
     gpu_stream *stream;
     patch_apply_parameters job = {0};
     uint64_t done = 0;
     fanin_status status = device_memory_stream(m, t->device, &stream, error);
-    if (status == FANIN_OK)
-        status = gpu_stream_after(stream, after, error);
     if (status == FANIN_OK)
         status = upload_tables(t, m, stream, &job, error);
     for (uint32_t k = PATCHES_MOST; k-- > 0 && status == FANIN_OK; done = ends[k]) {
@@ -162,7 +161,7 @@ static fanin_status start_kernels(const tables *t, const uint64_t ends[PATCHES_M
 }
 
 static fanin_status apply_to_device(const delta *d, int device, const uint8_t *base,
-                                    const fanin_stream *after, fanin_error *error)
+                                    fanin_error *error)
 {
     tables t = {.device = device};
     uint64_t ends[PATCHES_MOST];
@@ -177,7 +176,7 @@ static fanin_status apply_to_device(const delta *d, int device, const uint8_t *b
     if (!listed)
         status = error_set_memory(error);
     else if (t.n_runs > 0)
-        status = start_kernels(&t, ends, d->client->devices->memory, after, error);
+        status = start_kernels(&t, ends, d->client->devices->memory, error);
     free(landed);
     free(t.landings);
     free(t.runs);
@@ -192,13 +191,45 @@ static fanin_status await_kernels(device_memory *m, int device, deadline at,
     return status == FANIN_OK ? gpu_stream_wait(stream, at, error) : status;
 }
 
+fanin_status delta_await_stream(const delta *d, const fanin_stream *after, deadline at,
+                                fanin_error *error)
+{
+    static const error_place place = {
+        .phase = "apply",
+        .remedy = "is the stream that the pull was given busy? Allow more time"};
+    fanin_error why = FANIN_ERROR_INIT;
+    client_work work;
+    gpu_stream *stream;
+    if (d->devices.n == 0 || !after->handle)
+        return FANIN_OK;
+    client_work_start(&work, d->client, at);
+    fanin_status status = device_memory_stream(d->client->devices->memory,
+                                               d->devices.device[0], &stream, error);
+    if (status == FANIN_OK)
+        status = gpu_stream_after(stream, after, error);
+    if (status != FANIN_OK)
+        return status;
+    do
+        status = gpu_stream_wait(stream, deadline_sooner(at, deadline_in_ms(CANCEL_MS)),
+                                 &why);
+    while (status == FANIN_ERR_TIMEOUT && !client_work_over(&work));
+    if (status == FANIN_ERR_TIMEOUT)
+        return client_work_end(&work,
+                               error_set(error, status, &place,
+                                         "the work on the caller's stream of device %d "
+                                         "has not ended in time",
+                                         after->device),
+                               error);
+    return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
+}
+
 fanin_status delta_apply_devices(const delta *d, const uint8_t *base,
-                                 const fanin_stream *after, fanin_error *error)
+                                 fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     bool late = false;
     for (size_t i = 0; i < d->devices.n && status == FANIN_OK; i++)
-        status = apply_to_device(d, d->devices.device[i], base, after, error);
+        status = apply_to_device(d, d->devices.device[i], base, error);
     deadline at = deadline_in_ms(DEVICE_DRAIN_MS);
     for (size_t i = 0; i < d->devices.n; i++) {
         fanin_status ended =

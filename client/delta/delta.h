@@ -75,11 +75,15 @@ fanin_status delta_check(const delta *d, size_t part, size_t parts, fanin_error 
     host memory; their places are added to @p base. Pieces of others are not touched. */
 void delta_apply(const delta *d, size_t source, uint64_t from, uint64_t to,
                  uint8_t *base);
-/** Applies all patches to what pieces have filled of devices' memory, after the work that is on
-    @p after now, and waits for that. FANIN_ERR_MEMORY, FANIN_ERR_TRANSPORT; FANIN_ERR_TIMEOUT:
-    kernels may still write the destination, also later. */
+/** Waits for the work that is on @p after now, if the destination is on devices; nothing is written
+    before. FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_TRANSPORT. */
+fanin_status delta_await_stream(const delta *d, const fanin_stream *after, deadline at,
+                                fanin_error *error);
+/** Applies all patches to what pieces have filled of devices' memory, and waits for that.
+    FANIN_ERR_MEMORY, FANIN_ERR_TRANSPORT; FANIN_ERR_TIMEOUT: kernels may still write the
+    destination, also later. */
 fanin_status delta_apply_devices(const delta *d, const uint8_t *base,
-                                 const fanin_stream *after, fanin_error *error);
+                                 fanin_error *error);
 
 /** The device that holds @p at of the destination, -1: host memory. */
 static inline int delta_device_of(const delta *d, const void *at)

@@ -201,16 +201,20 @@ static bool begin_to_write(pull *p)
 
 fanin_status pull_apply(pull *p, fanin_error *error)
 {
+    fanin_status status =
+        delta_await_stream(p->delta, &p->options->stream, p->at, error);
+    if (status != FANIN_OK)
+        return status;
     workers *w = open_workers(p, apply_part);
     if (!w)
         return error_set_memory(error);
     bool holds = begin_to_write(p);
     for (size_t i = 0; i < PARTS && holds; i++)
         workers_begin(w, i);
-    fanin_status status = workers_finish(w, NULL, error);
+    status = workers_finish(w, NULL, error);
     workers_close(&w);
     if (status == FANIN_OK && holds)
-        status = delta_apply_devices(p->delta, p->base, &p->options->stream, error);
+        status = delta_apply_devices(p->delta, p->base, error);
     if (status == FANIN_ERR_TIMEOUT)
         p->destination->leak = true;
     if (status != FANIN_OK)

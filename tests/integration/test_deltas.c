@@ -13,6 +13,7 @@
 #ifdef ON_DEVICE
 #include "fake_cuda.h"
 #include "gpu.h"
+#include <cuda.h>
 #define PARTS 3
 #else
 #define PARTS 1
@@ -564,6 +565,30 @@ CASE(test_what_a_device_cannot_do)
     expect_whole("not known");
     commit();
     expect_delta(step - 1);
+}
+
+/* Nothing is written while the caller's stream is busy, and the pull's time holds. */
+CASE(test_a_busy_stream)
+{
+    CUcontext context;
+    CUstream stream;
+    begin_deltas(1, CUT_CHUNK0, WHOLE);
+    assert_int_equal(cuDevicePrimaryCtxRetain(&context, 1), CUDA_SUCCESS);
+    assert_int_equal(cuCtxPushCurrent(context), CUDA_SUCCESS);
+    assert_int_equal(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), CUDA_SUCCESS);
+    options.stream = (fanin_stream){.handle = stream, .device = 1};
+    fake_cuda_hold_stream(stream);
+    uint32_t time = options.timeout_ms;
+    options.timeout_ms = 1000;
+    assert_int_equal(pull_by(client), FANIN_ERR_TIMEOUT);
+    assert_says(error.message, "caller's stream of device 1");
+    for (size_t i = 0; i < PARTS; i++)
+        assert_memory_equal(l.parts[i].memory, l.parts[i].before, l.parts[i].size);
+    fake_cuda_release(1);
+    options.timeout_ms = time;
+    expect_delta(step - 1);
+    assert_int_equal(cuStreamDestroy(stream), CUDA_SUCCESS);
+    assert_int_equal(cuCtxPopCurrent(NULL), CUDA_SUCCESS);
 }
 
 static int set_up(void **state)
