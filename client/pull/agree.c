@@ -20,7 +20,7 @@
 #define ANSWER_MS 500
 #define AGAIN_MS 1000
 /* Kept of the pull's time, if it is that long, for finding out who is behind. */
-#define LOOK_MS 100
+#define LOOK_MS 250
 /* What a rank is given at once: a wait that nobody waits for any more is to end some time. */
 #define GIVEN_MOST_MS 3600000
 

@@ -19,11 +19,12 @@
 
 /* ------------------------------------------------------------------- the rank */
 
-/* Writes and publishes as fast as it can, until the next word comes. */
+/* Writes and publishes until the next word comes. At times a read fits in between. */
 static void update_on_and_on(obedience *o)
 {
     struct pollfd next = {.fd = STDIN_FILENO, .events = POLLIN};
-    while (poll(&next, 1, 0) == 0)
+    for (int pause_ms = 0; poll(&next, 1, pause_ms) == 0;
+         pause_ms = (pause_ms + 1) % 16)
         obedient_obey(o, 'c');
 }
 

@@ -335,7 +335,7 @@ CASE(a_rank_that_stops_is_named_first)
                      &gate);
     w.address_list[2] = proxy.address;
     connect_with(LONG_MS);
-    assert_int_equal(pull_step(FANIN_STEP_EXACT, 9, 400), FANIN_ERR_TIMEOUT);
+    assert_int_equal(pull_step(FANIN_STEP_EXACT, 9, 2000), FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 2);
     assert_string_equal(error.address, proxy.address);
     assert_order("has not answered, last heard of", "ranks 0-1, 3 are at step 3");
