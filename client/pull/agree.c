@@ -21,6 +21,8 @@
 #define AGAIN_MS 1000
 /* Kept of the pull's time, if it is that long, for finding out who is behind. */
 #define LOOK_MS 250
+/* A rank's word that its time is up may be so much before that. */
+#define EARLY_WORD_MS 100
 /* What a rank is given at once: a wait that nobody waits for any more is to end some time. */
 #define GIVEN_MOST_MS 3600000
 
@@ -148,7 +150,7 @@ static fanin_status take_timeout(asker *a, connection *c)
     uint64_t left_ms = deadline_left_ns(a->agreement->at) / 1000000;
     bool was_hasty = a->is_hasty;
     a->is_hasty = waited_ms < a->given_ms / 2;
-    if (left_ms <= a->kept_ms + LOOK_MS)
+    if (left_ms <= a->kept_ms + EARLY_WORD_MS)
         return FANIN_ERR_TIMEOUT;
     if (!was_hasty || !a->is_hasty)
         return FANIN_OK;
