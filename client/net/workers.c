@@ -99,3 +99,16 @@ void workers_close(workers **c)
     free(*c);
     *c = NULL;
 }
+
+fanin_status workers_run(fanin_client *client, deadline at, size_t n, bool worth,
+                         workers_fn fn, void *cookie, fanin_error *error)
+{
+    workers *w = workers_open(client, at, n, worth, fn, cookie);
+    if (!w)
+        return error_set_memory(error);
+    for (size_t i = 0; i < n; i++)
+        workers_begin(w, i);
+    fanin_status status = workers_finish(w, NULL, error);
+    workers_close(&w);
+    return status;
+}

@@ -28,6 +28,10 @@ void workers_begin(workers *c, size_t part);
     The first part, by its number, that failed decides: its status and error, and *failed (may be
     NULL) is its number. FANIN_ERR_CANCELLED if the call was cancelled. */
 fanin_status workers_finish(workers *c, size_t *failed, fanin_error *error);
+/** Parts 0 .. @p n - 1 from beginning to end, by workers of their own. Errors as of
+    workers_finish(), and FANIN_ERR_MEMORY. */
+fanin_status workers_run(fanin_client *client, deadline at, size_t n, bool worth,
+                         workers_fn fn, void *cookie, fanin_error *error);
 /** Forgets what no thread has taken, stops and waits for the others, ends the threads. *c NULL is
     fine. */
 void workers_close(workers **c);

@@ -107,10 +107,10 @@ void pull_patches_begun(pull *p)
 /* More than threads: pieces have more changes or fewer. */
 #define PARTS 64
 
-static workers *open_workers(pull *p, workers_fn fn)
+static fanin_status run_parts(pull *p, workers_fn fn, fanin_error *error)
 {
     bool worth = p->delta->read.plan->bytes >= THREADS_FROM;
-    return workers_open(p->client, UINT64_MAX, PARTS, worth, fn, p);
+    return workers_run(p->client, UINT64_MAX, PARTS, worth, fn, p, error);
 }
 
 /* --------------------------------------------------------------------- reading */
@@ -138,18 +138,6 @@ static fanin_status check_patch_part(void *cookie, size_t part, work_stop *stop,
     return delta_check(p->delta, part, PARTS, error);
 }
 
-static fanin_status check_patches(pull *p, fanin_error *error)
-{
-    workers *w = open_workers(p, check_patch_part);
-    if (!w)
-        return error_set_memory(error);
-    for (size_t i = 0; i < PARTS; i++)
-        workers_begin(w, i);
-    fanin_status status = workers_finish(w, NULL, error);
-    workers_close(&w);
-    return status;
-}
-
 fanin_status pull_patches(pull *p, fanin_error *error)
 {
     const char *because = NULL;
@@ -165,7 +153,7 @@ fanin_status pull_patches(pull *p, fanin_error *error)
     if (status == FANIN_OK)
         status = read_patches(p, error);
     if (status == FANIN_OK)
-        status = check_patches(p, error);
+        status = run_parts(p, check_patch_part, error);
     if (status == FANIN_OK && !CLIENT_RULE(CLIENT_RULE_APPLY))
         status = pull_apply(p, error);
     if (status == FANIN_OK)
@@ -205,14 +193,9 @@ fanin_status pull_apply(pull *p, fanin_error *error)
         delta_await_stream(p->delta, &p->options->stream, p->at, error);
     if (status != FANIN_OK)
         return status;
-    workers *w = open_workers(p, apply_part);
-    if (!w)
-        return error_set_memory(error);
     bool holds = begin_to_write(p);
-    for (size_t i = 0; i < PARTS && holds; i++)
-        workers_begin(w, i);
-    status = workers_finish(w, NULL, error);
-    workers_close(&w);
+    if (holds)
+        status = run_parts(p, apply_part, error);
     if (status == FANIN_OK && holds)
         status = delta_apply_devices(p->delta, p->base, error);
     if (status == FANIN_ERR_TIMEOUT)

@@ -468,15 +468,8 @@ static fanin_status compare_with_devices(verifier *v, fanin_error *error)
 static fanin_status compare_by_threads(verifier *v, fanin_error *error)
 {
     bool worth = v->plan->plan->bytes >= COMPARE_THREADS_FROM;
-    workers *w =
-        workers_open(v->p->client, v->p->at, COMPARE_PARTS, worth, compare_part, v);
-    if (!w)
-        return error_set_memory(error);
-    for (size_t i = 0; i < COMPARE_PARTS; i++)
-        workers_begin(w, i);
-    fanin_status status = workers_finish(w, NULL, error);
-    workers_close(&w);
-    return status;
+    return workers_run(v->p->client, v->p->at, COMPARE_PARTS, worth, compare_part, v,
+                       error);
 }
 
 fanin_status verify_kept(verifier *v, bool *equal, fanin_error *why)
