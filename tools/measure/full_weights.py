@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--compact]
-                   [--served] [--nccl] [--nixl] [--stall] [--device cuda|cpu] [--pulls N]
-                   [--parts N] [--json FILE]
+                   [--served] [--nccl] [--nixl] [--device cuda|cpu] [--pulls N] [--json FILE]
 
 A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, into an engine's
 fused tensors (qkv_proj, gate_up_proj, w13, w2; --tp workers with their slices, all at once), by
@@ -10,15 +9,11 @@ fanin's Python package. Beside it in the same run, alternated:
 
   alone with --tp, the first worker's pull while the others rest
   copy  one peer copy of the bytes that cross between GPUs (with one GPU, or none: a copy of all)
-  session  with --parts, the same pull in so many reads, as an engine that installs layer by layer
   nccl  with --nccl, one rank a GPU: what a broadcasting engine does. full_tensor() on all ranks,
         packed into two buffers of 1 GiB and broadcast by rank 0, unpacked into the fused tensors
   nixl  with --nixl, TP1: what the most careful user of NIXL does. Every storage registered once,
         one READ a rank with all its descriptors, prepared once; timed are posting and waiting.
         Its agents' threads run beside the pulls, too
-  install, one copy  with --stall, when the ranks have left: a step that was read ahead, copied
-        into the live parameters one by one as the engine for vLLM does; and as many bytes by one
-        copy within the device
 
 The first pull of a process and that of a new client are told apart from the warm ones (medians).
 With --compact the ranks' shards lie in few large allocations, as fanin.torch.compact() lays them.
@@ -394,13 +389,6 @@ class Rank(Member):
             "index": self.device.index or 0,
         }
 
-    def leave(self) -> None:
-        self.server.close()
-        self.agent = self.tree = None
-        self.rows.clear()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def nccl(self) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
@@ -457,24 +445,14 @@ class Worker(Member):
                 part.name, view, shape=part.shape, offset=offset, writable=True
             )
 
-    def _in_parts(self, parts: int) -> Any:
-        with self.client.begin("full:bench", self.packed, timeout=SLOWEST) as session:
-            step = -(-len(session) // parts)
-            for first in range(0, len(session), step):
-                session.read(first, min(step, len(session) - first))
-            return session.end()
-
-    def pull(self, fresh: bool = False, parts: int = 0) -> dict[str, Any]:
+    def pull(self, fresh: bool = False) -> dict[str, Any]:
         if fresh and self.client is not None:
             self.client.close()
             self.client = None
         start = time.perf_counter()
         if self.client is None:
             self.client = self.fanin.Client(self.addresses)
-        if parts:
-            result = self._in_parts(parts)
-        else:
-            result = self.client.pull_into("full:bench", self.packed, timeout=SLOWEST)
+        result = self.client.pull_into("full:bench", self.packed, timeout=SLOWEST)
         seconds = time.perf_counter() - start
         phases = {key: 1e3 * getattr(result, key) for key in PHASES}
         return {"seconds": seconds, "bytes": result.bytes, "path": result.path, "phases": phases}
@@ -532,47 +510,6 @@ class Worker(Member):
             if "ERR" in states:
                 raise RuntimeError("a READ failed")
             left = [read for read, state in zip(left, states, strict=True) if state == "PROC"]
-        return {"seconds": time.perf_counter() - start}
-
-    def disconnect(self) -> None:
-        self.client.close()
-        for read in self.reads:
-            self.agent.nixl.release_xfer_handle(read)
-        self.reads, self.agent = [], None
-        for name in ("near", "far"):
-            self.__dict__.pop(name, None)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def keep(self) -> None:
-        """What is here, in a shadow that is laid out as the engine for vLLM does."""
-        sizes = [-(-2 * one.numel() // 256) * 256 for one in self.parameters.values()]
-        self.room = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        pieces = zip(self.parameters.items(), self.room.split(sizes), strict=True)
-        self.shadow = {
-            name: piece[: 2 * one.numel()].view(one.dtype).as_strided(one.shape, one.stride())
-            for (name, one), piece in pieces
-        }
-        for name, one in self.parameters.items():
-            self.shadow[name].copy_(one)
-
-    def install(self) -> dict[str, Any]:
-        settle(self.device)
-        start = time.perf_counter()
-        with torch.no_grad():
-            for name, one in self.parameters.items():
-                one.copy_(self.shadow[name], non_blocking=True)
-        settle(self.device)
-        return {"seconds": time.perf_counter() - start}
-
-    def one_copy(self) -> dict[str, Any]:
-        """As many bytes: half of them twice, which takes no third place for them."""
-        half = self.room.numel() // 2
-        settle(self.device)
-        start = time.perf_counter()
-        for _ in range(2):
-            self.room[half : 2 * half].copy_(self.room[:half], non_blocking=True)
-        settle(self.device)
         return {"seconds": time.perf_counter() - start}
 
     def poison(self) -> None:
@@ -642,8 +579,6 @@ class Run:
             ranks = ask(self.ranks, "nixl_serve")
             self.time("nixl prepares", "nixl_prepare", ranks=ranks)
             beside.append("nixl")
-        if options.parts:
-            beside.append("session")
         return beside
 
     def proven(self, turn: int) -> None:
@@ -653,11 +588,8 @@ class Run:
             ask(self.workers, "poison")
 
     def turn(self, turn: int, beside: list[str], crossing: int) -> list[dict[str, Any]]:
-        how = {"nccl": ("broadcast", {}), "nixl": ("nixl", {}),
-               "session": ("pull", {"parts": self.options.parts})}  # fmt: skip
         for way in beside:
-            what, fields = how[way]
-            self.time(way, what, **fields)
+            self.time(way, {"nccl": "broadcast", "nixl": "nixl"}[way])
             self.proven(turn)
         answers = self.time("pull", "pull")
         if self.options.tp > 1:
@@ -683,26 +615,9 @@ class Run:
                     self.times.pop(way, None)
             answers = self.turn(turn, beside, crossing)
         self.check()
-        if options.stall:
-            self.stall()
         return {"path": answers[0]["path"], "bytes": answers[0]["bytes"], "crossing": crossing,
                 "phases": answers[0]["phases"], "first_phases": first[0]["phases"],
                 "new_phases": again[-1]["phases"]}  # fmt: skip
-
-    def stall(self) -> None:
-        ask(self.workers, "poison")
-        ask(self.workers, "pull")
-        # Nobody may have a rank's memory mapped when it is freed.
-        ask(self.workers, "disconnect")
-        ask(self.ranks, "leave")
-        ask(self.workers, "keep")
-        ask(self.workers, "poison")
-        self.time("install", "install")
-        self.check()
-        self.times.pop("install")
-        for _ in range(self.options.pulls):
-            self.time("install", "install")
-            self.time("one copy", "one_copy")
 
     def close(self) -> None:
         for one in self.children:
@@ -720,8 +635,6 @@ def report(options: argparse.Namespace, run: Run, facts: dict[str, Any]) -> None
         ratio = f"{figure / figures['pull']:6.2f} x a warm pull"
         print(f"  {way:22} {figure:10.2f} ms  {ratio}")
     print(f"  pull / copy {figures['pull'] / figures['copy']:.3f}")
-    if options.stall:
-        print(f"  install / one copy {figures['install'] / figures['one copy']:.3f}")
     for whose, phases in (
         ("a warm pull's ms", "phases"),
         ("the first one's", "first_phases"),
@@ -763,10 +676,8 @@ def main() -> int:
     parser.add_argument("--served", action="store_true", help="by WeightServer, under FSDP2")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--nixl", action="store_true")
-    parser.add_argument("--stall", action="store_true")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--pulls", type=int, default=9)
-    parser.add_argument("--parts", type=int, default=0, help="reads of a session, 0: none")
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
