@@ -5,7 +5,6 @@
 
 #include "digest.h"
 #include "copy_kernel.h"
-#include "trainer/device_pattern.h"
 #include "digest_kernel.h"
 #include "patch_kernel.h"
 
@@ -353,24 +352,6 @@ static void patch_apply(work *w, const void *parameter)
     }
 }
 
-/* The pattern of the tool's shards. */
-static void write_pattern(work *w, const void *parameter)
-{
-    pattern_parameters p;
-    memcpy(&p, parameter, sizeof p);
-    const uint8_t *pieces =
-        touch(w, (uint64_t)(uintptr_t)p.pieces, p.count * sizeof *p.pieces);
-    for (uint64_t i = 0; i < p.count; i++) {
-        pattern_piece piece;
-        memcpy(&piece, pieces + i * sizeof piece, sizeof piece);
-        fake_kernel_gate(w->context, i);
-        uint8_t *to = touch(w, piece.to + piece.begin, piece.bytes);
-        piece.to = (uint64_t)(uintptr_t)to - piece.begin;
-        for (uint64_t at = piece.begin; at < piece.begin + piece.bytes; at += 8)
-            device_pattern_write(&piece, p.add, at);
-    }
-}
-
 static struct CUfunc_st functions[] = {
     {COPY_KERNEL_NAME, sizeof(copy_parameters), COPY_KERNEL_THREADS, copy_units},
     {DIGEST_KERNEL_NAME, sizeof(digest_parameters), DIGEST_KERNEL_THREADS,
@@ -382,8 +363,6 @@ static struct CUfunc_st functions[] = {
     {PATCH_EMIT_NAME, sizeof(patch_parameters), PATCH_KERNEL_THREADS, patch_emit},
     {PATCH_APPLY_NAME, sizeof(patch_apply_parameters), PATCH_KERNEL_THREADS,
      patch_apply},
-    {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
-     write_pattern},
 };
 
 void fake_kernel_run(CUcontext context, fake_launch *launch)

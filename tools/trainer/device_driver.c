@@ -15,9 +15,7 @@ enum {
     RESULT_OUT_OF_MEMORY = 2,
     RESULT_PEER_ENABLED = 704,
     STREAM_NON_BLOCKING = 1,
-    ATTRIBUTE_MULTIPROCESSORS = 16,
     REGISTER_PORTABLE = 1,
-    IMAGES = 4,
 };
 
 static struct driver {
@@ -27,7 +25,6 @@ static struct driver {
     result (*error_string)(result, const char **);
     result (*count)(int *);
     result (*get)(int *, int);
-    result (*attribute)(int *, int, int);
     result (*retain)(void **, int);
     result (*set_current)(void *);
     result (*can_access)(int *, int, int);
@@ -42,10 +39,6 @@ static struct driver {
     result (*stream_destroy)(void *);
     result (*stream_wait)(void *);
     result (*copy)(address, address, size_t, void *);
-    result (*module_load)(void **, const void *);
-    result (*module_function)(void **, void *, const char *);
-    result (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                     unsigned, void *, void **, void **);
 } driver;
 
 static const struct {
@@ -57,7 +50,6 @@ static const struct {
     {"cuGetErrorString", offsetof(struct driver, error_string)},
     {"cuDeviceGetCount", offsetof(struct driver, count)},
     {"cuDeviceGet", offsetof(struct driver, get)},
-    {"cuDeviceGetAttribute", offsetof(struct driver, attribute)},
     {"cuDevicePrimaryCtxRetain", offsetof(struct driver, retain)},
     {"cuCtxSetCurrent", offsetof(struct driver, set_current)},
     {"cuDeviceCanAccessPeer", offsetof(struct driver, can_access)},
@@ -72,19 +64,11 @@ static const struct {
     {"cuStreamDestroy_v2", offsetof(struct driver, stream_destroy)},
     {"cuStreamSynchronize", offsetof(struct driver, stream_wait)},
     {"cuMemcpyAsync", offsetof(struct driver, copy)},
-    {"cuModuleLoadData", offsetof(struct driver, module_load)},
-    {"cuModuleGetFunction", offsetof(struct driver, module_function)},
-    {"cuLaunchKernel", offsetof(struct driver, launch)},
 };
 
 typedef struct opened {
     void *context;
     int handle; /**< CUdevice */
-    uint32_t processors;
-    struct {
-        const void *image;
-        void *module;
-    } modules[IMAGES];
 } opened;
 
 static opened devices[DEVICE_MAX];
@@ -164,7 +148,6 @@ int device_count(void)
 fanin_status device_open(int device, fanin_error *error)
 {
     int count = 0;
-    int processors = 0;
     fanin_status status = driver_load(error);
     if (status != FANIN_OK) {
         return status;
@@ -185,20 +168,12 @@ fanin_status device_open(int device, fanin_error *error)
     }
     void *context = NULL;
     result r = driver.get(&d->handle, device);
-    r = r != 0 ? r
-               : driver.attribute(&processors, ATTRIBUTE_MULTIPROCESSORS, d->handle);
     r = r != 0 ? r : driver.retain(&context, d->handle);
     r = r != 0 ? r : driver.set_current(context);
     if (r == 0) {
         d->context = context;
-        d->processors = processors > 0 ? (uint32_t)processors : 1;
     }
     return driver_told(r, device, "opening the primary context", error);
-}
-
-uint32_t device_processors(int device)
-{
-    return devices[device].processors;
 }
 
 /* Makes an open device's context current. */
@@ -305,43 +280,6 @@ fanin_status device_copy(int device, void *stream, void *to, const void *from,
                         stream);
     }
     return driver_told(r, device, "a copy", error);
-}
-
-fanin_status device_kernel(int device, const void *image, const char *name, void **out,
-                           fanin_error *error)
-{
-    opened *d = &devices[device];
-    size_t i = 0;
-    *out = NULL;
-    if (image == NULL) {
-        return failure_set(error, FANIN_ERR_UNSUPPORTED,
-                           "build where CUDA's compiler nvcc is",
-                           "this build has no kernels for devices");
-    }
-    while (i < IMAGES && d->modules[i].image != NULL && d->modules[i].image != image) {
-        i++;
-    }
-    if (i == IMAGES) {
-        return failure_set(error, FANIN_ERR_LIMIT, "", "too many kernel images");
-    }
-    result r = driver_enter(device);
-    if (r == 0 && d->modules[i].image == NULL) {
-        r = driver.module_load(&d->modules[i].module, image);
-        d->modules[i].image = r == 0 ? image : NULL;
-    }
-    r = r != 0 ? r : driver.module_function(out, d->modules[i].module, name);
-    return driver_told(r, device, "loading a kernel", error);
-}
-
-fanin_status device_launch(int device, void *stream, void *kernel, uint32_t blocks,
-                           uint32_t threads, const void *parameter, fanin_error *error)
-{
-    void *arguments[] = {(void *)(uintptr_t)parameter};
-    result r = driver_enter(device);
-    r = r != 0 ? r
-               : driver.launch(kernel, blocks, 1, 1, threads, 1, 1, 0, stream,
-                               arguments, NULL);
-    return driver_told(r, device, "starting a kernel", error);
 }
 
 void *device_symbol(const char *name)

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * CUDA of the stand-in trainer and of the benchmark: memory, streams, copies and kernels, as any
- * program beside the library would use them, through the driver alone (libcuda.so.1, or the file
- * that FANIN_CUDA_LIBRARY names), loaded when the first function is called. Work is done in the
- * devices' primary contexts; a function leaves its device's context current in the calling
- * thread. Thread: one. Errors are FANIN_ERR_UNSUPPORTED (no driver), FANIN_ERR_ARGUMENT (no such
+ * CUDA of the stand-in trainer and of the benchmark: memory, streams and copies, as any program
+ * beside the library would use them, through the driver alone (libcuda.so.1, or the file that
+ * FANIN_CUDA_LIBRARY names), loaded when the first function is called. Work is done in the devices'
+ * primary contexts; a function leaves its device's context current in the calling thread. Thread:
+ * one. Errors are FANIN_ERR_UNSUPPORTED (no driver), FANIN_ERR_ARGUMENT (no such
  * device), FANIN_ERR_MEMORY and FANIN_ERR_TRANSPORT with the driver's words.
  */
 #ifndef DEVICE_DRIVER_H
@@ -25,9 +25,6 @@ enum { DEVICE_MAX = 64 };
 fanin_status device_open(int device, fanin_error *error);
 /** Devices that this process sees; 0 without CUDA. */
 int device_count(void);
-/** Multiprocessors of an open device, and blocks of a kernel for each so that none waits. */
-uint32_t device_processors(int device);
-#define DEVICE_BLOCKS_EACH 8
 /** Lets @p device read and write @p peer's memory directly; false: it cannot. Both are open. */
 bool device_peer(int device, int peer);
 
@@ -52,14 +49,6 @@ fanin_status device_wait(int device, void *stream, fanin_error *error);
 /** Queues a copy between any two of host and device memory. */
 fanin_status device_copy(int device, void *stream, void *to, const void *from,
                          size_t bytes, fanin_error *error);
-
-/** A kernel of an image in memory (a fat binary), which is loaded once a device.
-    @p out: a CUfunction. FANIN_ERR_UNSUPPORTED: @p image is NULL, the build has none. */
-fanin_status device_kernel(int device, const void *image, const char *name, void **out,
-                           fanin_error *error);
-/** Queues a kernel that has one parameter, whose bytes are taken now. */
-fanin_status device_launch(int device, void *stream, void *kernel, uint32_t blocks,
-                           uint32_t threads, const void *parameter, fanin_error *error);
 
 /** The driver's function of that name, for what is not above; NULL: there is none. The driver
     is loaded. */

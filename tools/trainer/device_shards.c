@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/device_shards.h"
 #include "trainer/device_driver.h"
-#include "trainer/device_pattern.h"
 #include "fetch/failure.h"
-#include "fetch/pattern.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -20,21 +18,18 @@
 typedef struct segment {
     uint8_t *memory;
     uint64_t size, used; /**< what is beyond `used` is free, unless closed */
-    uint8_t *image;      /**< host memory with its bytes; NULL: the pattern's */
+    uint8_t *image;      /**< host memory with what it is to hold */
     bool small, closed;
 } segment;
 
 struct device_shards {
     int device;
-    const tensor_list *list;
     const shard *shards;
-    void **memory;
+    void **memory, **images;
     segment *segments;
     size_t n_segments, segments_capacity;
     uint32_t *in_segment; /**< of each shard */
-    void *stream, *kernel;
-    pattern_piece *pieces; /**< on the device */
-    uint64_t n_pieces;
+    void *stream;
 };
 
 static uint64_t round_up(uint64_t n, uint64_t to)
@@ -105,110 +100,43 @@ static fanin_status device_shards_place(device_shards *s, size_t i, fanin_error 
     return FANIN_OK;
 }
 
-/* Cuts shard @p i into pieces: counts them, or writes them to @p out if it is not NULL. */
-static uint64_t device_shards_cut(const device_shards *s, size_t i, uint64_t seed,
-                                  pattern_piece *out)
-{
-    const shard *sh = &s->shards[i];
-    uint64_t n = 0;
-    for (uint64_t begin = 0; begin < sh->bytes; begin += DEVICE_PATTERN_PIECE, n++) {
-        uint64_t left = sh->bytes - begin;
-        if (out != NULL) {
-            out[n] = (pattern_piece){
-                .to = (uint64_t)(uintptr_t)s->memory[i],
-                .seed = seed,
-                .first = sh->first,
-                .step = sh->step,
-                .run = sh->run_bytes,
-                .begin = begin,
-                .bytes = left < DEVICE_PATTERN_PIECE ? left : DEVICE_PATTERN_PIECE,
-            };
-        }
-    }
-    return n;
-}
-
-static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
-                                fanin_error *error)
-{
-    uint64_t count = 0;
-    for (size_t i = 0; i < s->list->count; i++) {
-        count += device_shards_cut(s, i, 0, NULL);
-    }
-    pattern_piece *pieces = calloc(count + 1, sizeof pieces[0]);
-    if (pieces == NULL) {
-        return failure_memory(error, "the pattern's pieces");
-    }
-    uint64_t n = 0;
-    for (size_t i = 0; i < s->list->count; i++) {
-        n += device_shards_cut(s, i, seeds[i], pieces + n);
-    }
-    void *memory = NULL;
-    fanin_status status =
-        device_alloc(s->device, (count + 1) * sizeof pieces[0], &memory, error);
-    s->pieces = memory;
-    s->n_pieces = count;
-    if (status == FANIN_OK) {
-        status = device_copy(s->device, s->stream, memory, pieces,
-                             count * sizeof pieces[0], error);
-    }
-    status = status != FANIN_OK ? status : device_wait(s->device, s->stream, error);
-    free(pieces);
-    return status;
-}
-
-/* What the segments hold when the tensors have bytes of their own. */
-static fanin_status make_images(device_shards *s, fanin_error *error)
+static fanin_status make_images(device_shards *s, size_t count, fanin_error *error)
 {
     for (size_t i = 0; i < s->n_segments; i++) {
         s->segments[i].image = calloc(1, s->segments[i].used + 1);
         if (s->segments[i].image == NULL) {
-            return failure_memory(error, "the adapter's bytes");
+            return failure_memory(error, "the bytes of the shards");
         }
     }
-    for (size_t i = 0; i < s->list->count; i++) {
-        const shard *sh = &s->shards[i];
-        if (sh->bytes == 0) {
-            continue;
-        }
+    for (size_t i = 0; i < count; i++) {
         const segment *g = &s->segments[s->in_segment[i]];
-        uint8_t *to = g->image + ((uint8_t *)s->memory[i] - g->memory);
-        for (uint64_t n = 0; n < sh->runs; n++) {
-            memcpy(to + n * sh->run_bytes,
-                   s->list->tensors[i].data + sh->first + n * sh->step, sh->run_bytes);
-        }
+        s->images[i] = s->memory[i] != NULL
+                           ? g->image + ((uint8_t *)s->memory[i] - g->memory)
+                           : NULL;
     }
     return FANIN_OK;
 }
 
-fanin_status device_shards_make(int device, const tensor_list *list,
-                                const shard *shards, const uint64_t *seeds,
+fanin_status device_shards_make(int device, const shard *shards, size_t count,
                                 void **memory_out, device_shards **out,
                                 fanin_error *error)
 {
     device_shards *s = calloc(1, sizeof *s);
     *out = s;
     if (s == NULL ||
-        (s->in_segment = calloc(list->count + 1, sizeof s->in_segment[0])) == NULL) {
+        (s->in_segment = calloc(count + 1, sizeof s->in_segment[0])) == NULL ||
+        (s->images = calloc(count + 1, sizeof s->images[0])) == NULL) {
         return failure_memory(error, "the shards");
     }
     s->device = device;
-    s->list = list;
     s->shards = shards;
     s->memory = memory_out;
     fanin_status status = device_open(device, error);
     status = status != FANIN_OK ? status : device_stream(device, &s->stream, error);
-    for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < count; i++) {
         status = device_shards_place(s, i, error);
     }
-    if (status == FANIN_OK && list->count > 0 && list->tensors[0].data != NULL) {
-        return make_images(s, error);
-    }
-    if (status == FANIN_OK) {
-        status = device_kernel(device, device_pattern_image(), DEVICE_PATTERN_KERNEL,
-                               &s->kernel, error);
-    }
-    return status == FANIN_OK ? make_pieces(s, seeds, error) : status;
+    return status == FANIN_OK ? make_images(s, count, error) : status;
 }
 
 void device_shards_free(device_shards **shards)
@@ -222,37 +150,32 @@ void device_shards_free(device_shards **shards)
         (void)device_wait(s->device, s->stream, &ignored);
         device_stream_free(s->device, s->stream);
     }
-    device_free(s->device, s->pieces);
     for (size_t i = 0; i < s->n_segments; i++) {
         device_free(s->device, s->segments[i].memory);
         free(s->segments[i].image);
     }
     free(s->segments);
     free(s->in_segment);
+    free(s->images);
     free(s);
     *shards = NULL;
 }
 
-fanin_status device_shards_write(device_shards *s, uint64_t step, fanin_error *error)
+fanin_status device_shards_images(const device_shards *s, void ***out,
+                                  fanin_error *error)
+{
+    *out = s->images;
+    return device_wait(s->device, s->stream, error);
+}
+
+fanin_status device_shards_send(const device_shards *s, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
-    if (s->kernel == NULL) {
-        for (size_t i = 0; status == FANIN_OK && i < s->n_segments; i++) {
-            const segment *g = &s->segments[i];
-            status =
-                device_copy(s->device, s->stream, g->memory, g->image, g->used, error);
-        }
-        return status;
+    for (size_t i = 0; status == FANIN_OK && i < s->n_segments; i++) {
+        const segment *g = &s->segments[i];
+        status = device_copy(s->device, s->stream, g->memory, g->image, g->used, error);
     }
-    if (s->n_pieces == 0) {
-        return FANIN_OK;
-    }
-    const pattern_parameters parameters = {s->pieces, s->n_pieces,
-                                           pattern_start(0, step)};
-    uint64_t most = DEVICE_BLOCKS_EACH * (uint64_t)device_processors(s->device);
-    return device_launch(s->device, s->stream, s->kernel,
-                         (uint32_t)(s->n_pieces < most ? s->n_pieces : most),
-                         DEVICE_PATTERN_THREADS, &parameters, error);
+    return status;
 }
 
 void *device_shards_stream(const device_shards *s)

@@ -136,7 +136,7 @@ static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
     if (l->device != DEVICE_HOST) {
-        return device_shards_make(l->device, list, l->shards, run->seeds, run->memory,
+        return device_shards_make(l->device, l->shards, list->count, run->memory,
                                   &run->device, error);
     }
     for (size_t i = 0; i < list->count; i++) {
@@ -207,17 +207,15 @@ static void serve_rank_release(life *l)
     free(l->shards);
 }
 
-static fanin_status rewrite(const life *l, const published *run, uint64_t step,
-                            fanin_error *error)
+/* The tensors' own bytes, or the pattern. @p memory: one a tensor. */
+static void fill_tensors(const life *l, const published *run, uint64_t step,
+                         void *const *memory)
 {
     const tensor_list *list = l->options->tensors;
-    if (run->device != NULL) {
-        return device_shards_write(run->device, step, error);
-    }
     for (size_t i = 0; i < list->count; i++) {
         const shard *s = &l->shards[i];
         const uint8_t *data = list->tensors[i].data;
-        uint8_t *to = run->memory[i];
+        uint8_t *to = memory[i];
         uint64_t start = pattern_start(run->seeds[i], step);
         for (uint64_t n = 0; s->bytes > 0 && n < s->runs; n++) {
             uint64_t from = s->first + n * s->step;
@@ -228,7 +226,22 @@ static fanin_status rewrite(const life *l, const published *run, uint64_t step,
             }
         }
     }
-    return FANIN_OK;
+}
+
+static fanin_status rewrite(const life *l, const published *run, uint64_t step,
+                            fanin_error *error)
+{
+    void **images;
+    if (run->device == NULL) {
+        fill_tensors(l, run, step, run->memory);
+        return FANIN_OK;
+    }
+    fanin_status status = device_shards_images(run->device, &images, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    fill_tensors(l, run, step, images);
+    return device_shards_send(run->device, error);
 }
 
 /* Waits for what was queued on the run's stream. */
