@@ -209,15 +209,7 @@ def directory_row(rank: Child, pull: list[str], place: Path, arguments: Any, sha
     patches = []
 
     def run(directory: Path, *options: str) -> dict[str, Any]:
-        words = [
-            *pull,
-            str(directory),
-            *options,
-            "--path",
-            "stream",
-            "--json",
-            "--quiet",
-        ]
+        words = [*pull, str(directory), *options, "--path", "stream", "--json", "--quiet"]
         begun = time.perf_counter()
         done = subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=PATIENCE)
         told: dict[str, Any] = json.loads(done.stdout)

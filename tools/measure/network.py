@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """network.py NIXL_FETCH [--shape SHAPE] [--rounds N] [--seconds S] [--streams N,...] [--loopback]
-           [--secret] [--costs]
+           [--secret]
 network.py NIXL_FETCH --deltas [--share PERCENT,...] [--rates GBITS,...] [--mib N] [--rounds N]
            [--secret] [--directory DIR]
 
@@ -12,9 +12,7 @@ another one; medians, and medians of the ratios of each round. iperf3 throws awa
 the worker puts it in its place. Needs ip (iproute2), iperf3, and root or namespaces of users;
 without one of them it says so and exits with status 77. --loopback does it over 127.0.0.1 instead,
 where neither namespaces nor ip is needed. With --secret a worker pulls by TLS too, from a second
-rank. --costs: what pulls cost as well: CPU time a gigabyte of either end, begin_update's wait of a
-rank that updates every 50 ms and waits 1 ms for a lease, while it is pulled, and a cold connect to
-one rank and to 64.
+rank.
 
 --deltas measures something else, without iperf3: pulls of what has changed beside whole ones, over
 links of so many Gb/s, see deltas.py. With --directory the command pulls into model directories
@@ -26,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import signal
 import statistics
@@ -39,7 +36,6 @@ from typing import Any
 RANK, WORKER, PORT, IPERF_PORT, DEADLINE = "10.213.9.1", "10.213.9.2", 6000, 6100, 120
 DEVICES, NETWORK = ("veth0", "veth1"), "10.213.9.0/24"
 SECURED_PORT = 6200
-UPDATED, CROWD, UPDATE_MS, CROWD_SIZE = 300, 400, 50, 64  # ports behind those of the others
 STREAM = ["--path", "stream", "--no-unix", "--json"]
 
 
@@ -112,18 +108,8 @@ class Link:
 
 def rates_of(link: Link, arguments: argparse.Namespace, streams: int) -> dict[str, list[float]]:
     """Bytes a second of each round."""
-    iperf = [
-        "iperf3",
-        "-c",
-        link.rank,
-        "-p",
-        str(IPERF_PORT),
-        "-R",
-        "-J",
-        "-P",
-        str(streams),
-    ]
-    iperf += ["-t", str(arguments.seconds)]
+    iperf = ["iperf3", "-c", link.rank, "-p", str(IPERF_PORT), "-R", "-J"]
+    iperf += ["-P", str(streams), "-t", str(arguments.seconds)]
     bench = [arguments.nixl_fetch, "bench", *STREAM]
     bench += ["--iterations", str(arguments.iterations), "--streams", str(streams)]
     pull = [*bench, f"{link.rank}:{PORT}"]
@@ -153,74 +139,6 @@ def measure(link: Link, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cpu_of(process: subprocess.Popen[str]) -> float:
-    """Seconds of CPU of a command and of its ranks, so far."""
-    pids = [process.pid]
-    for pid in pids:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as children:
-            pids += map(int, children.read().split())
-    ticks = 0
-    for pid in pids:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            ticks += sum(map(int, stat.read().rsplit(")", 1)[1].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def own_cpu() -> float:
-    """Seconds of CPU of the commands that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def costs_of(
-    link: Link, stack: ExitStack, arguments: argparse.Namespace, serve: list[str], port: int
-) -> dict[str, float]:
-    """By TCP, or with a secret by TLS, from the ranks that listen from *port* on."""
-    secret = ["--secret-file", arguments.secret_file] if port == SECURED_PORT else []
-    tool, common = arguments.nixl_fetch, [*STREAM, *secret]
-
-    def start(
-        behind: int, *words: str, serve: list[str] = serve
-    ) -> tuple[subprocess.Popen[str], str]:
-        at = port + behind
-        process = link.start(stack, *serve, *words, *secret, "--base-port", str(at))
-        return process, f"{link.rank}:{at}"
-
-    def bench(target: str, *words: str, iterations: int = arguments.iterations) -> Any:
-        return link.worker(tool, "bench", *common, "--iterations", str(iterations), *words, target)
-
-    def status(target: str) -> Any:
-        words = link.inside(1, tool, "status", "--no-unix", "--json", *secret, target)
-        # Its exit status says what it thinks of a rank that is between two steps.
-        done = subprocess.run(words, stdout=subprocess.PIPE, check=False, timeout=DEADLINE)
-        return json.loads(done.stdout)["ranks"][0]
-
-    rank, target = start(UPDATED)
-    served, before, worker = cpu_of(rank), status(target)["bytes_streamed"], own_cpu()
-    bench(target)
-    served, worker = cpu_of(rank) - served, own_cpu() - worker
-    gigabytes = (status(target)["bytes_streamed"] - before) / 1e9
-    single = bench(target, "--cold")["phases"]["connect"]["median_ns"]
-    small = ["small" if one == arguments.shape else one for one in serve]
-    updates = ["--update-every", str(UPDATE_MS), "--lease-ms", "1"]
-    _, target = start(UPDATED + 1, *updates, serve=small)
-    bench(target, iterations=20 * arguments.iterations)
-    drains = status(target)
-    crowd = [str(CROWD_SIZE) if one == "1" else one for one in small]
-    process, _ = start(CROWD, serve=crowd)
-    targets = ",".join(f"{link.rank}:{port + CROWD + i}" for i in range(CROWD_SIZE))
-    many = bench(targets, "--cold", iterations=5)["phases"]["connect"]["median_ns"]
-    process.terminate()
-    return {
-        "rank_cpu_s_per_gb": served / gigabytes,
-        "worker_cpu_s_per_gb": worker / gigabytes,
-        "begin_update_p50_ms": drains["drain_p50_ns"] / 1e6,
-        "begin_update_p99_ms": drains["drain_p99_ns"] / 1e6,
-        "connect_ms": single / 1e6,
-        f"connect_{CROWD_SIZE}_ms": many / 1e6,
-    }
-
-
 def spread(values: list[float], unit: float = 1) -> str:
     """The median, the least and the most."""
     middle = statistics.median(values) / unit
@@ -236,8 +154,6 @@ def tell(result: dict[str, Any]) -> None:
                 f"{streams:2} connections  {name:20} {spread(values, 1e9)} GB/s, "
                 f"{spread(ratios)} x of iperf3"
             )
-    for name, costs in result["costs"].items():
-        print(f"{name}: " + ", ".join(f"{what} {value:.3g}" for what, value in costs.items()))
 
 
 def have_namespaces() -> None:
@@ -249,13 +165,8 @@ def have_namespaces() -> None:
         if tried.returncode != 0:
             continue
         if len(command) > 3:
-            inside = [
-                "sh",
-                "-c",
-                'mount -t tmpfs tmpfs /run && exec "$@"',
-                "sh",
-                sys.executable,
-            ]
+            mounted = 'mount -t tmpfs tmpfs /run && exec "$@"'
+            inside = ["sh", "-c", mounted, "sh", sys.executable]
             os.execvp(command[0], [*command, *inside, *sys.argv])
         return
     skip(f"no network namespaces here: {tried.stderr.strip()}")
@@ -302,7 +213,6 @@ def main() -> None:
     parser.add_argument("--data-threads", type=int, help="of the rank")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--secret", action="store_true", help="also by TLS")
-    parser.add_argument("--costs", action="store_true")
     parser.add_argument("--deltas", action="store_true")
     parser.add_argument("--share", type=numbers_of, default=[0.1, 1, 5], dest="shares")
     parser.add_argument("--rates", type=numbers_of, default=[1, 10], help="Gb/s, of --deltas")
@@ -325,23 +235,10 @@ def main() -> None:
         if arguments.deltas:
             measure_deltas(stack, link, arguments)
             return
-        serve = [
-            arguments.nixl_fetch,
-            "serve",
-            "--adapter-shape",
-            arguments.shape,
-            "--world-size",
-            "1",
-        ]
+        shape = ["--adapter-shape", arguments.shape, "--world-size", "1"]
+        serve = [arguments.nixl_fetch, "serve", *shape]
         if not arguments.loopback:
-            serve += [
-                "--open",
-                "--insecure",
-                "--bind",
-                RANK,
-                "--allow",
-                NETWORK,
-            ]
+            serve += ["--open", "--insecure", "--bind", RANK, "--allow", NETWORK]
         if arguments.data_threads:
             serve += ["--data-threads", str(arguments.data_threads)]
         link.start(stack, *serve, "--base-port", str(PORT))
@@ -350,10 +247,7 @@ def main() -> None:
             secured = ["--base-port", str(SECURED_PORT), "--secret-file", arguments.secret_file]
             link.start(stack, *serve, *secured)
         link.start(stack, "stdbuf", "-oL", "iperf3", "-s", "-p", str(IPERF_PORT))
-        result = measure(link, arguments) | {"costs": {}}
-        kinds = {"TCP": PORT} | ({"TLS": SECURED_PORT} if arguments.secret else {})
-        for name, port in kinds.items() if arguments.costs else ():
-            result["costs"][name] = costs_of(link, stack, arguments, serve, port)
+        result = measure(link, arguments)
     print(json.dumps(result, indent=2)) if arguments.json else tell(result)
 
 
