@@ -233,9 +233,8 @@ two_ports()
     echo "$port"
 }
 
-@test "the session of docs/how-to/c-session.md compiles without a warning, and reads layer by layer" {
-    [ "$(grep -c '^```c$' "$here/../../docs/how-to/c-session.md")" = 1 ]
-    block 1 docs/how-to/c-session.md >"$scratch/update.c"
+@test "the session of docs/how-to/c-programs.md compiles without a warning, and reads layer by layer" {
+    block 3 docs/how-to/c-programs.md >"$scratch/update.c"
     for compiler in gcc clang; do
         compiled "$scratch/update.c" "$scratch/update" "$compiler" -std=c11 "$here/weights_session.c"
         run -0 "$scratch/update"
@@ -244,7 +243,7 @@ two_ports()
 
 @test "the documented examples in C compile without a warning, and one pulls the other's step" {
     page=docs/how-to/c-programs.md
-    [ "$(grep -c '^```c$' "$here/../../$page")" = 2 ]
+    [ "$(grep -c '^```c$' "$here/../../$page")" = 3 ]
     number=0
     for example in trainer worker; do
         number=$((number + 1))

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The session of docs/how-to/c-session.md as a program: a trainer of one rank, two layers, one
+/* The session of docs/how-to/c-programs.md as a program: a trainer of one rank, two layers, one
    step. */
 #include <fanin/fanin.h>
 #include <stdio.h>
