@@ -299,10 +299,10 @@ static bool beyond_total(stub_talk *t, const frame *f, body *in)
     return page_of(t, f, 1, 0, 0);
 }
 
-/* After megabytes of it, again and again. */
+/* After much of it, again and again: what each attempt leaves behind adds up. */
 static bool stale_keys(stub_talk *t, const frame *f, body *in)
 {
-    static const uint8_t zeros[LIMIT_PAGE];
+    static const uint8_t zeros[LIMIT_PAGE / 8];
     msg_blob_request m;
     assert_int_equal(decode_blob_request(in, MSG_KEYS, &m), FANIN_OK);
     if (m.offset >= 3 * sizeof zeros)
