@@ -276,13 +276,25 @@ def metrics():
 {MADE}
 [Monitoring](../monitoring/README.md) says how to scrape them, and has alerts and a dashboard.
 """
-    for title, where, found in (
-        ("Of a run", "`nixl-fetch exporter` asks all ranks", run_metrics()),
-        ("Of one rank", "`Server.serve_metrics()` and `fanin_server_metrics()`", helps(("BOTH", "OWN"))),
-        ("Of an engine", "vLLM's `/metrics`, with fanin's plugin", of_vllm()),
-    ):
-        rows = [(f"`{name}`", about) for name, about in found.items()]
-        text += f"\n## {title}\n\n{where}:\n\n{table(('metric', ''), rows)}"
+    run, own = run_metrics(), helps(("BOTH", "OWN"))
+    rows = [
+        (f"`{name}`", "all" if name in run and name in own else "run" if name in run else "rank", about)
+        for name, about in (run | own).items()
+    ]
+    text += f"""
+## Of a run, of one rank
+
+`nixl-fetch exporter` asks all ranks: *run*. `Server.serve_metrics()` and `fanin_server_metrics()`
+tell of one: *rank*.
+
+{table(("metric", "where", ""), rows)}"""
+    rows = [(f"`{name}`", about) for name, about in of_vllm().items()]
+    text += f"""
+## Of an engine
+
+vLLM's `/metrics`, with fanin's plugin:
+
+{table(("metric", ""), rows)}"""
     return text
 
 
