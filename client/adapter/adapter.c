@@ -208,7 +208,7 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     adapter *a = calloc(1, sizeof *a);
     if (!a)
         return error_set_memory(error);
-    a->place.parent = a->lock = a->directory = a->old = -1;
+    a->place.parent = a->lock = a->directory = a->old = a->replaced = -1;
     a->at = at;
     a->cancelled = cancelled;
     a->cookie = cookie;
@@ -418,6 +418,8 @@ void adapter_close(adapter **a)
         adapter_unlock(&d->place, d->lock);
     if (d->old >= 0)
         close(d->old);
+    if (d->replaced >= 0)
+        close(d->replaced);
     if (d->place.parent >= 0)
         close(d->place.parent);
     free(d->place.directory);

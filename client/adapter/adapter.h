@@ -65,6 +65,13 @@ fanin_status model_config_make(const key_table *keys, bool trusted, peft_config 
 typedef struct adapter adapter;
 typedef struct step_contents step_contents; /* adapter/adapter_internal.h */
 
+/** A rank that has the step, by one life of its process. */
+typedef struct identity_rank {
+    bool has_step; /**< false: the rest says nothing */
+    uint32_t rank;
+    uint8_t incarnation[16];
+} identity_rank;
+
 /** What a directory holds. */
 typedef struct adapter_identity {
     uint8_t world_id[16];
@@ -72,7 +79,12 @@ typedef struct adapter_identity {
     uint64_t step;
     digest key_table;
     fanin_dtype dtype; /**< what F32 tensors were converted to; 0: nothing */
-    bool is_held;      /**< the older directory is known to be of the same copies */
+    /** who has the step now. One that was started again may have other bytes under its number */
+    const identity_rank *ranks;
+    size_t n_ranks;
+    /** whether those of ranks for which @p which is true have all bytes between them */
+    bool (*suffice)(void *cookie, const bool *which);
+    void *cookie;
     /* how it came; says nothing of what it is */
     fanin_checksums transport_checksums;
     bool verified;
@@ -123,8 +135,10 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
 /**
  * FANIN_OK with *reuse_out true: the directory holds this identity, its files have their digests
  * and are those that adapter_prepare() made, and no other user can have put it there or
- * can change it; false: it is absent, or empty and ours. FANIN_ERR_EXISTS: anything else (says
- * what and that it is never overwritten). Reads the files whole, in threads, until the deadline.
+ * can change it; false: it is absent, or empty and ours, or holds the step of ranks that were
+ * started again since, which is logged (event "started-again"): adapter_publish() replaces it.
+ * FANIN_ERR_EXISTS: anything else (says what and that it is never overwritten). Reads the files
+ * whole, in threads, until the deadline.
  * FANIN_ERR_IO, FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED.
  */
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,

@@ -294,7 +294,7 @@ static fanin_status try_to_exchange(const adapter *a, fanin_error *error)
     if (reason == 0)
         return FANIN_OK;
     return adapter_io_error(&a->place, reason, "cannot replace", NULL,
-                            "pull into another directory than the older one", error);
+                            "remove it, or pull into another directory", error);
 }
 
 static fanin_status make_directory(adapter *a, fanin_error *error)
@@ -307,7 +307,7 @@ static fanin_status make_directory(adapter *a, fanin_error *error)
         return adapter_io_error(&a->place, reason, "cannot make a directory beside",
                                 NULL, NULL, error);
     }
-    if (a->replaces)
+    if (a->replaced >= 0)
         status = try_to_exchange(a, error);
     if (status != FANIN_OK)
         return status;

@@ -80,9 +80,10 @@ struct adapter {
     step_contents *contents; /**< the client's; NULL: nothing is compared */
     bool headed;             /**< the files have their headers */
 
+    int replaced; /**< the directory in the place that is to be replaced, open; -1: none */
+
     /* the directory that adapter_recall() begins with */
     int old;       /**< -1: there is none */
-    bool replaces; /**< the place holds it, and is to hold what is made instead */
     bool recalled; /**< the files have its tensors */
 
     /* the temporary directory and the files in it */
@@ -134,18 +135,17 @@ file_read_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
 
 /* ------------------------------- what a directory holds (adapter_reuse.c) */
 
-/** fanin.json; NULL: the text is not what adapter_identity_text() makes. */
-json_t *adapter_identity_parse(const char *text, size_t size);
 /** A file of the directory that no other user can have made what it is; *@p file_out -1: it is not
     there. FANIN_ERR_EXISTS: somebody else could, or it is no file. FANIN_ERR_IO. */
 fanin_status adapter_open_file(const adapter *a, int directory, const char *name,
                                int *file_out, uint64_t *size_out, fanin_error *error);
-/** Likewise all of it, to be freed; NULL with FANIN_OK: it is not there or larger than @p most. */
-fanin_status adapter_read_file(const adapter *a, int directory, const char *name,
-                               uint64_t most, char **text_out, size_t *size_out,
-                               fanin_error *error);
-/** Whether @p directory is the one that adapter_begin_with() was given. */
-bool adapter_is_old(const adapter *a, int directory);
+/** Its fanin.json likewise, to be decref'd; NULL with FANIN_OK: it is not there, or not what
+    adapter_identity_text() makes. */
+fanin_status adapter_read_identity(const adapter *a, int directory, json_t **out,
+                                   fanin_error *error);
+/** What was to be replaced has the temporary name now: FANIN_ERR_EXISTS if that is something else,
+    or if something is in it that no pull has made. */
+fanin_status adapter_check_replaced(const adapter *a, fanin_error *error);
 
 /** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". @p remedy: unless it
     is descriptors that are lacking. */

@@ -16,13 +16,6 @@
 /* Between two steps of a copy the deadline and cancel are looked at. */
 #define COPY_STEP ((uint64_t)64 << 20)
 
-bool adapter_is_old(const adapter *a, int directory)
-{
-    struct stat old, other;
-    return a->old >= 0 && fstat(a->old, &old) == 0 && fstat(directory, &other) == 0 &&
-           old.st_dev == other.st_dev && old.st_ino == other.st_ino;
-}
-
 /* NULL: it is a directory of this user alone. */
 static const char *open_old(adapter *a, const char *directory)
 {
@@ -40,19 +33,15 @@ static const char *open_old(adapter *a, const char *directory)
 void adapter_begin_with(adapter *a, const char *directory, json_t **out,
                         const char **because)
 {
-    char *text = NULL;
-    size_t size = 0;
     *out = NULL;
     *because = open_old(a, directory);
     if (*because)
         return;
-    if (adapter_read_file(a, a->old, IDENTITY_FILE, IDENTITY_MAX, &text, &size, NULL) ==
-            FANIN_OK &&
-        text)
-        *out = adapter_identity_parse(text, size);
-    free(text);
+    fanin_status status = adapter_read_identity(a, a->old, out, NULL);
     if (!*out)
-        *because = "the older directory has no readable fanin.json";
+        *because = status == FANIN_ERR_EXISTS
+                       ? "fanin.json of the older directory may be another user's"
+                       : "the older directory has no readable fanin.json";
 }
 
 /* Whether the file at hand begins with the header of the one to be made. */

@@ -162,8 +162,9 @@ static void keep_mode(const adapter *a)
                   "the permissions of '%s' could not be kept", a->place.directory);
 }
 
-static fanin_status refuse_rename(const adapter *a, int reason, fanin_error *error)
+static fanin_status refuse_rename(const adapter *a, fanin_error *error)
 {
+    int reason = errno;
     error_place where = {.phase = "write",
                          .remedy =
                              "give another directory; nothing is ever overwritten"};
@@ -176,41 +177,46 @@ static fanin_status refuse_rename(const adapter *a, int reason, fanin_error *err
         reason == EBUSY ? "give a directory below the mount point" : NULL, error);
 }
 
-/* The older directory and what was made change names, if it is the older one that has the place
-   still. On some file systems that cannot be. */
-static int exchange_places(adapter *a)
+/* False with errno: they did not. On some file systems they cannot. */
+static bool exchange_names(const adapter *a)
 {
     int parent = a->place.parent;
-    const char *made = a->temporary, *name = a->place.name;
-    if (renameat2(parent, made, parent, name, RENAME_EXCHANGE) != 0)
-        return errno;
-    int old = openat(parent, made, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    bool good = old >= 0 && adapter_is_old(a, old);
-    if (old >= 0)
-        close(old);
-    if (good)
-        return 0;
-    if (renameat2(parent, made, parent, name, RENAME_EXCHANGE) != 0)
-        a->temporary[0] = '\0'; /* whoever's it is */
-    return EEXIST;
+    return renameat2(parent, a->temporary, parent, a->place.name, RENAME_EXCHANGE) == 0;
 }
 
-static int take_place(adapter *a)
+/* The older directory and what was made change names, and back if the older one is not what it
+   was. What comes into it while it has the place is found: nobody finds it by its name after. */
+static fanin_status take_place(adapter *a, fanin_error *error)
 {
-    int parent = a->place.parent, reason = a->replaces ? exchange_places(a) : ENOENT;
-    if (reason != ENOENT)
-        return reason;
-    a->replaces = false;
-    return renameat(parent, a->temporary, parent, a->place.name) == 0 ? 0 : errno;
+    int parent = a->place.parent;
+    bool exchanged = a->replaced >= 0 && exchange_names(a);
+    if (a->replaced >= 0 && !exchanged && errno != ENOENT)
+        return refuse_rename(a, error);
+    if (!exchanged) {
+        if (a->replaced >= 0)
+            close(a->replaced);
+        a->replaced = -1;
+        return renameat(parent, a->temporary, parent, a->place.name) == 0
+                   ? FANIN_OK
+                   : refuse_rename(a, error);
+    }
+    fanin_status status = adapter_check_replaced(a, error);
+    if (status != FANIN_OK && !exchange_names(a))
+        a->temporary[0] = '\0'; /* whoever's it is */
+    return status;
 }
 
 /* Under the temporary name there is the older directory, if there is any. */
 static void remove_replaced(adapter *a)
 {
-    if (a->replaces && !adapter_remove_directory(a->place.parent, a->temporary, -1))
+    char reason[64];
+    if (a->replaced >= 0 &&
+        !adapter_remove_directory(a->place.parent, a->temporary, -1))
         log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",
-                  "could not remove %s, which '%s' has replaced", a->temporary,
-                  a->place.directory);
+                  "could not remove %s beside '%s', which has replaced it (%s): files "
+                  "in it that no pull has made stay there",
+                  a->temporary, a->place.directory,
+                  strerror_r(errno, reason, sizeof reason));
     a->temporary[0] = '\0';
 }
 
@@ -247,10 +253,9 @@ static fanin_status appear_in_place(adapter *a, fanin_error *error)
     if (reason != 0)
         return adapter_io_error(&a->place, reason, "cannot sync", NULL, NULL, error);
     int parent = a->place.parent;
-    reason = take_place(a);
-    if (reason != 0)
-        return refuse_rename(a, reason, error);
-    fanin_status status = look_who_came(a, error);
+    fanin_status status = take_place(a, error);
+    if (status == FANIN_OK)
+        status = look_who_came(a, error);
     if (status != FANIN_OK)
         return status;
     reason = sync_descriptor(parent);
@@ -259,7 +264,7 @@ static fanin_status appear_in_place(adapter *a, fanin_error *error)
         return FANIN_OK;
     }
     /* Whether it would survive a crash is not known: take it back. */
-    unsigned flags = a->replaces ? RENAME_EXCHANGE : 0;
+    unsigned flags = a->replaced >= 0 ? RENAME_EXCHANGE : 0;
     if (renameat2(parent, a->place.name, parent, a->temporary, flags) != 0)
         a->temporary[0] = '\0';
     return adapter_io_error(&a->place, reason, "cannot sync the parent of", NULL, NULL,

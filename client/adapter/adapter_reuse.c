@@ -62,6 +62,25 @@ static json_t *files_json(const identity_file *files, size_t count)
     return NULL;
 }
 
+static json_t *incarnations_json(const adapter_identity *identity)
+{
+    json_t *all = json_object();
+    bool good = all != NULL;
+    for (size_t i = 0; i < identity->n_ranks && good; i++) {
+        const identity_rank *r = &identity->ranks[i];
+        char rank[16], hex[33];
+        if (!r->has_step)
+            continue;
+        snprintf(rank, sizeof rank, "%" PRIu32, r->rank);
+        digest_hex(r->incarnation, hex);
+        good = json_object_set_new(all, rank, json_string(hex)) == 0;
+    }
+    if (good)
+        return all;
+    json_decref(all);
+    return NULL;
+}
+
 char *adapter_identity_text(const adapter_identity *identity,
                             const identity_file *files, size_t count)
 {
@@ -69,11 +88,12 @@ char *adapter_identity_text(const adapter_identity *identity,
     digest_hex(identity->world_id, world);
     digest_hex(identity->key_table.bytes, table);
     json_t *root = json_pack(
-        "{s:i, s:s, s:s, s:s, s:o, s:s, s:o, s:o, s:b}", "format", FORMAT,
+        "{s:i, s:s, s:s, s:s, s:o, s:s, s:o, s:o, s:o, s:b}", "format", FORMAT,
         "fanin_version", fanin_version(), "world_id", world, "publication",
         identity->publication, "step", step_json(identity->step), "key_table", table,
-        "files", files_json(files, count), "transport_checksums",
-        guard_json(identity->transport_checksums), "verified", (int)identity->verified);
+        "incarnations", incarnations_json(identity), "files", files_json(files, count),
+        "transport_checksums", guard_json(identity->transport_checksums), "verified",
+        (int)identity->verified);
     /* Without a conversion the key table says it all. */
     bool good = root != NULL;
     if (good && identity->dtype != 0)
@@ -90,7 +110,7 @@ char *adapter_identity_text(const adapter_identity *identity,
     return text;
 }
 
-json_t *adapter_identity_parse(const char *text, size_t size)
+static json_t *adapter_identity_parse(const char *text, size_t size)
 {
     json_t *root = json_loadb(text, size, JSON_REJECT_DUPLICATES, NULL);
     bool good = json_is_object(root) &&
@@ -133,6 +153,55 @@ static const char *adapter_identity_difference(const json_t *root,
     if (strcmp(dtype ? dtype : "", wanted) != 0)
         return "the same step with another dtype";
     return NULL;
+}
+
+/* ---------------------------------------------------- whose step it holds */
+
+#define SINCE_TEXT 80
+
+typedef enum acquaintance { RANK_SAME, RANK_ANOTHER, RANK_UNKNOWN } acquaintance;
+
+static acquaintance recognize(const json_t *incarnations, const identity_rank *r)
+{
+    char rank[16];
+    snprintf(rank, sizeof rank, "%" PRIu32, r->rank);
+    const char *hex = json_string_value(json_object_get(incarnations, rank));
+    if (!hex)
+        return RANK_UNKNOWN;
+    return hex_equal(hex, r->incarnation) ? RANK_SAME : RANK_ANOTHER;
+}
+
+/* Why the bytes may be others than those that the ranks have now; "": they are the same. A replica
+   that came or went, or was started again, does not matter: all that the others had then they have
+   now. */
+static fanin_status find_restarted(const json_t *root, const adapter_identity *identity,
+                                   char since_out[SINCE_TEXT], fanin_error *error)
+{
+    const json_t *incarnations = json_object_get(root, "incarnations");
+    acquaintance found = RANK_SAME;
+    uint32_t culprit = 0;
+    bool *same = calloc(identity->n_ranks + 1, sizeof *same);
+    since_out[0] = '\0';
+    if (!same)
+        return error_set_memory(error);
+    for (size_t i = 0; i < identity->n_ranks; i++) {
+        const identity_rank *r = &identity->ranks[i];
+        acquaintance this = r->has_step ? recognize(incarnations, r) : RANK_SAME;
+        same[i] = r->has_step && this == RANK_SAME;
+        if (this == RANK_SAME || found == RANK_ANOTHER ||
+            (found == RANK_UNKNOWN && this == RANK_UNKNOWN))
+            continue;
+        found = this;
+        culprit = r->rank;
+    }
+    if (found != RANK_SAME && !identity->suffice(identity->cookie, same))
+        snprintf(since_out, SINCE_TEXT,
+                 !incarnations ? "it does not say of which incarnations of the ranks"
+                 : found == RANK_ANOTHER ? "rank %" PRIu32 " was started again since"
+                                         : "rank %" PRIu32 " did not have it then",
+                 culprit);
+    free(same);
+    return FANIN_OK;
 }
 
 /* The size of one of the other files; false: it does not say. */
@@ -243,9 +312,10 @@ fanin_status adapter_open_file(const adapter *a, int directory, const char *name
     return refuse_own_file(a, name, regular ? why : "is no regular file", error);
 }
 
-fanin_status adapter_read_file(const adapter *a, int directory, const char *name,
-                               uint64_t most, char **text_out, size_t *size_out,
-                               fanin_error *error)
+/* Likewise all of it, to be freed; NULL with FANIN_OK: it is not there or larger than @p most. */
+static fanin_status read_small_file(const adapter *a, int directory, const char *name,
+                                    uint64_t most, char **text_out, size_t *size_out,
+                                    fanin_error *error)
 {
     int fd;
     uint64_t size = 0;
@@ -281,7 +351,7 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
     if (!adapter_identity_bytes(root, wanted->name, &bytes) || bytes > SIZE_MAX / 2)
         return refuse_damaged(a, wanted->name, error);
     fanin_status status =
-        adapter_read_file(a, directory, wanted->name, bytes, &text, &size, error);
+        read_small_file(a, directory, wanted->name, bytes, &text, &size, error);
     if (status != FANIN_OK)
         return status;
     const char *hex = adapter_identity_digest(root, wanted->name);
@@ -294,6 +364,18 @@ static fanin_status check_text(const adapter *a, int directory, const json_t *ro
             "holds the step asked for with another %s than this pull would "
             "write",
             wanted->name);
+    free(text);
+    return status;
+}
+
+fanin_status adapter_read_identity(const adapter *a, int directory, json_t **out,
+                                   fanin_error *error)
+{
+    char *text;
+    size_t size = 0;
+    fanin_status status =
+        read_small_file(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size, error);
+    *out = text ? adapter_identity_parse(text, size) : NULL;
     free(text);
     return status;
 }
@@ -378,15 +460,18 @@ static fanin_status check_files(adapter *a, int directory, const json_t *root,
     return status;
 }
 
-static fanin_status compare_files(adapter *a, int directory, const json_t *root,
-                                  const adapter_identity *identity, bool *reuse_out,
-                                  fanin_error *error)
+/* @p since_out: as of find_restarted(); the files are not looked at then. */
+static fanin_status compare_with(adapter *a, int directory, const json_t *root,
+                                 const adapter_identity *identity,
+                                 char since_out[SINCE_TEXT], fanin_error *error)
 {
     const char *why = adapter_identity_difference(root, identity);
+    since_out[0] = '\0';
     if (why)
         return refuse_other(a, root, identity, why, error);
-    fanin_status status = check_files(a, directory, root, error);
-    *reuse_out = status == FANIN_OK;
+    fanin_status status = find_restarted(root, identity, since_out, error);
+    if (status == FANIN_OK && since_out[0] == '\0')
+        status = check_files(a, directory, root, error);
     return status;
 }
 
@@ -415,15 +500,11 @@ static bool is_listed(const json_t *root, const char *name)
             json_object_get(json_object_get(root, "files"), name) != NULL);
 }
 
-/* The older directory itself is replaced if all of it was made by pulls of this publication. */
-static fanin_status check_replaceable(adapter *a, int directory, const json_t *root,
-                                      const adapter_identity *identity,
-                                      fanin_error *error)
+/* FANIN_ERR_EXISTS: something in it was made by no pull. */
+static fanin_status check_makers(const adapter *a, int directory, const json_t *root,
+                                 fanin_error *error)
 {
     char entry[NAME_MAX + 1] = "";
-    const char *publication = json_string_value(json_object_get(root, "publication"));
-    if (strcmp(publication, identity->publication) != 0)
-        return refuse_other(a, root, identity, "another publication", error);
     DIR *dir = adapter_list(directory);
     if (!dir)
         return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
@@ -433,27 +514,85 @@ static fanin_status check_replaceable(adapter *a, int directory, const json_t *r
             snprintf(entry, sizeof entry, "%s", one->d_name);
     }
     closedir(dir);
-    if (entry[0] != '\0')
-        return refuse_existing(
-            a, error, "cannot be replaced: '%.100s' in it was made by no pull", entry);
-    a->replaces = true;
-    return FANIN_OK;
+    return entry[0] == '\0'
+               ? FANIN_OK
+               : refuse_existing(a, error,
+                                 "cannot be replaced: '%.100s' in it was made by no "
+                                 "pull",
+                                 entry);
 }
 
-/* What differs from what this pull would make is replaced, if that is wanted. The older directory
-   is also compared by the ranks' copies: one that was started again may have the same step, with
-   other bytes. */
+/* -1: none. */
+static bool same_directory(int one, int other)
+{
+    struct stat a, b;
+    return one >= 0 && other >= 0 && fstat(one, &a) == 0 && fstat(other, &b) == 0 &&
+           a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+fanin_status adapter_check_replaced(const adapter *a, fanin_error *error)
+{
+    json_t *root = NULL;
+    fanin_status status;
+    int there = openat(a->place.parent, a->temporary,
+                       O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (!same_directory(there, a->replaced))
+        status =
+            refuse_existing(a, error, "was exchanged while its content was pulled");
+    else
+        status = adapter_read_identity(a, a->replaced, &root, error);
+    if (status == FANIN_OK)
+        status = check_makers(a, a->replaced, root, error);
+    json_decref(root);
+    if (there >= 0)
+        close(there);
+    return status;
+}
+
+/* The older directory is replaced if all of it was made by pulls of this publication. */
+static fanin_status replace(adapter *a, int directory, const json_t *root,
+                            const adapter_identity *identity, fanin_error *error)
+{
+    const char *publication = json_string_value(json_object_get(root, "publication"));
+    if (strcmp(publication, identity->publication) != 0)
+        return refuse_other(a, root, identity, "another publication", error);
+    fanin_status status = check_makers(a, directory, root, error);
+    if (status == FANIN_OK)
+        a->replaced = directory;
+    return status;
+}
+
+/* It has the step of ranks that are not there any more. */
+static fanin_status replace_outlived(adapter *a, int directory, const json_t *root,
+                                     const adapter_identity *identity,
+                                     const char *since, fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = replace(a, directory, root, identity, &why);
+    if (status == FANIN_OK)
+        log_write(&a->log, FANIN_LOG_WARNING, "started-again",
+                  "'%s' holds step %" PRIu64 " of %s, but %s: it is pulled again",
+                  a->place.directory, identity->step, identity->publication, since);
+    else if (status == FANIN_ERR_EXISTS)
+        return refuse_existing(a, error, "holds the step asked for, but %s: %.140s",
+                               since, why.message);
+    return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
+}
+
+/* What differs from what this pull would make is replaced, if that is wanted, and always if it only
+   differs by who had the step. */
 static fanin_status compare_or_replace(adapter *a, int directory, const json_t *root,
                                        const adapter_identity *identity,
                                        bool *reuse_out, fanin_error *error)
 {
+    char since[SINCE_TEXT];
     fanin_error why = FANIN_ERROR_INIT;
-    bool is_old = adapter_is_old(a, directory);
-    fanin_status status = FANIN_ERR_EXISTS;
-    if (!is_old || identity->is_held)
-        status = compare_files(a, directory, root, identity, reuse_out, &why);
-    if (status == FANIN_ERR_EXISTS && is_old)
-        return check_replaceable(a, directory, root, identity, error);
+    fanin_status status = compare_with(a, directory, root, identity, since, &why);
+    if (since[0] != '\0')
+        return replace_outlived(a, directory, root, identity, since, error);
+    if (status == FANIN_ERR_EXISTS && same_directory(a->old, directory))
+        return replace(a, directory, root, identity, error);
+    *reuse_out = status == FANIN_OK;
     return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
 }
 
@@ -468,12 +607,8 @@ static fanin_status look_inside(adapter *a, int directory, const struct stat *in
         return status;
     if (ownership_doubtful(info, why))
         return refuse_existing(a, error, "cannot be reused: it %s", why);
-    char *text;
-    size_t size = 0;
-    status = adapter_read_file(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size,
-                               error);
-    json_t *root = text ? adapter_identity_parse(text, size) : NULL;
-    free(text);
+    json_t *root;
+    status = adapter_read_identity(a, directory, &root, error);
     if (status == FANIN_OK)
         status =
             root ? compare_or_replace(a, directory, root, identity, reuse_out, error)
@@ -503,7 +638,10 @@ static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *e
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error)
 {
-    *reuse_out = a->replaces = false;
+    if (a->replaced >= 0)
+        close(a->replaced);
+    a->replaced = -1;
+    *reuse_out = false;
     int directory = openat(a->place.parent, a->place.name,
                            O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (directory < 0)
@@ -517,6 +655,7 @@ fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
         status = refuse_unopened(a, EACCES, error);
     else
         status = look_inside(a, directory, &info, identity, reuse_out, error);
-    close(directory);
+    if (a->replaced != directory)
+        close(directory);
     return status;
 }

@@ -174,13 +174,3 @@ fanin_status delta_choose(const delta_scene *s, const base_step *base, delta **o
         delta_free(&d);
     return status;
 }
-
-bool delta_is_current(const delta_scene *s, const base_step *base)
-{
-    delta d = {.sources = calloc(s->plan->n_sources + 1, sizeof *d.sources)};
-    bool is_current = d.sources && !find_chains(&d, s, base);
-    for (size_t i = 0; i < s->plan->n_sources && is_current; i++)
-        is_current = d.sources[i].chain == 0;
-    free(d.sources);
-    return is_current;
-}

@@ -61,8 +61,6 @@ typedef struct delta_scene {
     FANIN_ERR_PROTOCOL (of a rank, which it names). */
 fanin_status delta_choose(const delta_scene *s, const base_step *base, delta **out,
                           const char **because, fanin_error *error);
-/** Whether @p base is of the very copies that ranks have announced. Without memory: false. */
-bool delta_is_current(const delta_scene *s, const base_step *base);
 void delta_free(delta **d);
 /** The directories have landed: the next plan is of the changes. *@p because: they are too many,
     and nothing is to be read. Errors likewise. */

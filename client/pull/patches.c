@@ -29,31 +29,15 @@ static void read_whole(pull *p, const char *because)
     p->state = PULL_ROOM;
 }
 
-static delta_scene agreed_upon(const pull *p)
-{
-    return (delta_scene){.client = p->client,
-                         .publication = p->publication,
-                         .plan = &p->cache->whole.plan,
-                         .name = *pull_base_name(p),
-                         .announced = p->announced,
-                         .ranges = p->goal.ranges,
-                         .n_ranges = p->goal.n_ranges};
-}
-
-bool pull_base_is_current(const pull *p)
-{
-    uint64_t drops;
-    base_step *held =
-        pull_wants_patches(p) ? delta_base_copy(p->destination->base, &drops) : NULL;
-    const delta_scene scene = agreed_upon(p);
-    bool is_current = held && delta_is_current(&scene, held);
-    free(held);
-    return is_current;
-}
-
 fanin_status pull_choose(pull *p, fanin_error *error)
 {
-    const delta_scene scene = agreed_upon(p);
+    const delta_scene scene = {.client = p->client,
+                               .publication = p->publication,
+                               .plan = &p->cache->whole.plan,
+                               .name = *pull_base_name(p),
+                               .announced = p->announced,
+                               .ranges = p->goal.ranges,
+                               .n_ranges = p->goal.n_ranges};
     const char *because = whole_because(p);
     const destination *d = p->destination;
     base_step *held = because ? NULL : delta_base_copy(d->base, &p->drops);

@@ -16,8 +16,6 @@ static inline bool pull_wants_patches(const pull *p)
     return p->options->deltas && p->destination->base && !p->session;
 }
 
-/** Whether what the destination holds is known, and of the copies that ranks have announced. */
-bool pull_base_is_current(const pull *p);
 /** PULL_CHOOSE. Errors as of delta_choose(). */
 fanin_status pull_choose(pull *p, fanin_error *error);
 /** PULL_RECALL. Errors as of the destination's recall. */

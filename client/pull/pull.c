@@ -420,6 +420,7 @@ void pull_release(pull *p)
     free(p->use);
     free(p->needed);
     free(p->versions);
+    free(p->ranks);
     free(p->leases);
     fanin_result_free(&p->result);
     p->client->place = (trace_place){0};
@@ -439,10 +440,11 @@ fanin_status pull_open(pull *p, fanin_error *error)
     p->use = calloc(n, sizeof *p->use);
     p->needed = calloc(n, sizeof *p->needed);
     p->versions = calloc(n, sizeof *p->versions);
+    p->ranks = calloc(n, sizeof *p->ranks);
     p->leases = calloc(n, sizeof *p->leases);
     p->result = result_create(n);
     if (!p->cache || !p->announced || !p->use || !p->needed || !p->versions ||
-        !p->leases || !p->result)
+        !p->ranks || !p->leases || !p->result)
         return error_set_memory(error);
     uint64_t now = clock_ns();
     p->publication->used_ns = now;

@@ -270,6 +270,33 @@ static fanin_dtype arriving_dtype(const key_table *keys, fanin_dtype dtype)
     return 0;
 }
 
+static bool do_suffice(void *cookie, const bool *which)
+{
+    pull *p = cookie;
+    bool enough = false;
+    return agree_sufficient(p->client, p->publication, which, p->at, &enough, NULL) ==
+               FANIN_OK &&
+           enough;
+}
+
+/* By the connections over which they have announced it. */
+static void identify_ranks(pull *p)
+{
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        p->ranks[i].has_step = p->use[i];
+        if (!p->use[i])
+            continue;
+        const msg_hello_ok *rank = connection_peer(p->client->peers[i].control);
+        p->ranks[i].rank = rank->rank;
+        memcpy(p->ranks[i].incarnation, rank->incarnation,
+               sizeof p->ranks[i].incarnation);
+    }
+    p->identity.ranks = p->ranks;
+    p->identity.n_ranks = p->client->n_peers;
+    p->identity.suffice = do_suffice;
+    p->identity.cookie = p;
+}
+
 static void identify_content(pull *p)
 {
     for (size_t i = 0; i < p->client->n_peers; i++) {
@@ -301,7 +328,8 @@ fanin_status pull_settle(pull *p, fanin_error *error)
     const plan *whole = p->cache->whole.plan.plan;
     bool skip = false;
     identify_content(p);
-    p->identity.is_held = pull_base_is_current(p);
+    if (d->directory)
+        identify_ranks(p);
     start_counting(p);
     p->base = NULL;
     fanin_status status = d->agreed(d->cookie, p->publication->keys, &p->identity,

@@ -97,7 +97,8 @@ typedef struct pull {
     /* one a peer */
     announcement *announced;
     bool *use, *needed;
-    uint64_t *versions; /**< what leases are asked for with the announcements */
+    uint64_t *versions;   /**< what leases are asked for with the announcements */
+    identity_rank *ranks; /**< of the identity, of a directory */
     reader_lease *leases;
     fanin_result *result;
     size_t there;      /**< ranks that were connected for the attempt */

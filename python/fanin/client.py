@@ -152,7 +152,8 @@ class Client(Puller):
 
         The files are adapter_model.safetensors, adapter_config.json and fanin.json. *directory*
         does not exist, is empty, or holds the same adapter of the same step and world. Of the same
-        adapter the call compares the files with their digests, and the result says *reused*. It
+        adapter the call compares the files with their digests, and the result says *reused*. If
+        ranks were started again since, it pulls and replaces the directory, and logs which. It
         uses nothing that another user could have put there. Two processes that ask for one
         directory at once pull once. The call removes half-made adapters of killed pulls beside it
         (:func:`fanin.sweep_adapter_directory`).

@@ -313,8 +313,11 @@ const command cmd_pull = {
         "whole or not at all, of the newest step that all ranks have committed; of a "
         "whole\n"
         "model (full:R) with model.safetensors, or several files and their index, and\n"
-        "config.json. A directory that holds this very identity is left as it is, any\n"
-        "other content is refused. Ctrl-C leaves nothing behind (exit status 130).",
+        "config.json. A directory that holds this very identity is left as it is; of a "
+        "step\n"
+        "whose ranks were started again since it is pulled again. Any other content "
+        "is\n"
+        "refused. Ctrl-C leaves nothing behind (exit status 130).",
     .takes_directory = true,
     .run = pull_command,
 };

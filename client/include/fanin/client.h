@@ -564,6 +564,10 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin_into(
  * call compares the files with their digests and asks the ranks for no tensor. The result says
  * "reused".
  *
+ * A rank that was started again may have other bytes of the same step. Unless the ranks that were
+ * not have all of it, the call pulls and replaces the directory at one moment, and logs which rank
+ * it was (event "started-again").
+ *
  * These are FANIN_ERR_EXISTS:
  * - another content;
  * - what another user could have put there: a link, or a directory, file or lock that is not ours
@@ -578,8 +582,10 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin_into(
  * - FANIN_ERR_ARGUMENT: no directory, or a name that is invalid or longer than 200 bytes. Or a
  *   "full:<run>", which fanin_client_pull_model() takes; that call in turn takes no "lora:<run>".
  * - FANIN_ERR_EXISTS: something else is there; says what. Remove it, or pull into another place.
+ *   Also a directory that would be replaced, with a file in it that no pull has made.
  * - FANIN_ERR_IO: the disk is full, permission or the parent directory is missing, or a limit of
- *   file sizes is reached. sys_errno says which.
+ *   file sizes is reached. sys_errno says which. Also a directory that would be replaced, on a file
+ *   system that cannot exchange two.
  * - FANIN_ERR_LIMIT: also a file larger than a quarter of its file system, if max_bytes is 0.
  * - FANIN_ERR_MISMATCH: also metadata that are missing or contradict the tensors: names them.
  */
