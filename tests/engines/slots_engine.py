@@ -233,8 +233,8 @@ def loader(e: Engine) -> Any:
 
 def worker(e: Engine) -> Any:
     """What fanin's methods are given: a worker with that manager, and no request."""
-    batch, manager = SimpleNamespace(lora_id_to_request_ids={}), loader(e)
-    runner = SimpleNamespace(lora_manager=manager, input_batch=batch)
+    manager = loader(e)
+    runner = SimpleNamespace(lora_manager=manager)
     kind = type("Worker", (SimpleNamespace,), {})
     patches.put(kind, "WorkerBase")
     return kind(model_runner=runner, remove_lora=manager.remove_adapter)

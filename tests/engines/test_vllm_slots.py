@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,10 +23,9 @@ from fanin.engine import jobs
 from fanin.engine.lora_places import file_name
 from fanin.engine.pulls import catalog_digest, version_of
 from fanin.engine.slot_images import Image, Layout
-from fanin.engine.slot_table import SlotTable
 from fanin.errors import RequestError
 from fanin.mapping import Trace
-from fanin.vllm.slots import SlotMemory, prove, record_layout, stacks_of
+from fanin.vllm.slots import SlotMemory, prove, record_layout
 from fanin.vllm.slots_worker import Slots
 from slots_engine import Engine
 
@@ -248,45 +245,6 @@ def test_a_copy_goes_where_the_slots_are_now(how: str) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_slot_is_filled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several tensors each, or of one that is as large."""
-    e, layouts = Engine(), list[Layout]()
-    slots = Slots(slots_engine.worker(e))
-    bring(slots, e, 1, layouts)
-    image = slots.image("/nowhere/1")
-    assert image is not None
-    memory = SlotMemory(slots.manager)
-    pieces = [*memory.clearing(0), *image.pieces(slots.manager, 0)]
-    assert len(pieces) == 2
-    for piece in pieces:
-        piece()
-    expected = slots_engine.slot_bytes(slots.loader, 0)
-    monkeypatch.setattr("fanin.engine.slot_images._PIECE", 1)
-    monkeypatch.setattr("fanin.vllm.slots._PIECE", 1)
-    tensors = sum(len(stacks_of(module)) for module in slots.manager.modules.values())
-    pieces = [*memory.clearing(1), *image.pieces(slots.manager, 1)]
-    assert len(pieces) == tensors + len(layouts[0].parts)
-    for piece in pieces:
-        piece()
-    found = slots_engine.slot_bytes(slots.loader, 1)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("kind", ENGINES)
-def test_a_slot_is_cleared_as_vllm_clears_it(kind: str) -> None:
-    theirs, mine = (slots_engine.loader(ENGINES[kind]) for _ in range(2))
-    for module in theirs._adapter_manager.modules.values():
-        module.reset_lora(1)
-    for loader in (theirs, mine):
-        for module in loader._adapter_manager.modules.values():
-            if hasattr(module, "adapter_enabled"):
-                module.adapter_enabled[0] = 1
-    for piece in SlotMemory(mine._adapter_manager).clearing(1):
-        piece()
-    for slot in (0, 1):
-        same_slots(mine, theirs, slot)
-
-
 @pytest.mark.parametrize("how", ["as it was", "other tensors", "other memory", "another shape"])
 def test_memory_that_is_another_is_noticed(how: str) -> None:
     manager = slots_engine.loader(Engine("experts"))._adapter_manager
@@ -332,128 +290,12 @@ def test_a_layout_is_forgotten_when_vllms_memory_is_another() -> None:
     assert slots.layout("key") is None
 
 
-# ------------------------------------------------------------------ slots filled before they count
-
-
-def seated(slots: Slots, e: Engine, number: int, layouts: list[Layout]) -> Image:
-    """As :func:`bring`, and into a slot that is kept, while the engine may go on."""
-    bring(slots, e, number, layouts)
-    image = slots.image(f"/nowhere/{number}")
-    assert image is not None
-    slots.fill_seat(slots.keep_seat(), image)
-    return image
-
-
-def no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(image: Image, manager: Any, slot: int) -> None:
-        raise AssertionError("a copy, where the slot was filled before")
-
-    monkeypatch.setattr(Image, "put", fail)
-
-
-@pytest.mark.parametrize("kind", ["dense", "experts", "fused", "mixed"])
-def test_a_slot_that_was_filled_before_is_switched_on_only(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    e = ENGINES[kind]
-    slots, theirs = pulled(e, tmp_path)
-    image = slots.image("/nowhere/a")
-    assert image is not None
-    slots.fill_seat(slots.keep_seat(), image)
-    assert image.seat is not None and not slots.manager.list_adapters()
-    no_copy(monkeypatch)
-    assert slots.loader.add_adapter(request(1, "/nowhere/a", e))
-    assert slots.manager.lora_index_to_id[0] == 1 and 1 in slots.manager._active_adapters
-    same_slots(slots.loader, theirs)
-
-
-def test_vllms_own_choice_leaves_for_it_unless_a_request_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    e, layouts = Engine(slots=2, cached=3), list[Layout]()
-    mine = slots_engine.worker(e)
-    running = mine.model_runner.input_batch.lora_id_to_request_ids
-    slots = Slots(mine)
-    for number in (1, 2):
-        bring(slots, e, number, layouts)
-        slots.loader.add_adapter(request(number, f"/nowhere/{number}", e))
-    running[2] = {"a request"}
-    held = slots_engine.slot_bytes(slots.loader, 1)
-    seated(slots, e, 3, layouts)
-    assert slots.manager.lora_index_to_id == [None, 2]
-    assert slots.keep_seat() is None, "one is kept already, in the other a request runs"
-    no_copy(monkeypatch)
-    slots.loader.add_adapter(request(3, "/nowhere/3", e))
-    assert slots.manager.lora_index_to_id == [3, 2]
-    assert all(torch.equal(held[k], v) for k, v in slots_engine.slot_bytes(slots.loader, 1).items())
-    monkeypatch.undo()
-    # The one that left comes back from host memory, and vLLM's order decides who leaves for it.
-    slots.loader.add_adapter(request(1, "/nowhere/1", e))
-    assert slots.manager.lora_index_to_id == [3, 1]
-
-    running[3] = running[1] = {"others"}
-    assert slots.keep_seat() is None
-
-
-def test_a_slot_that_vllm_needs_meanwhile_is_taken_back(tmp_path: Path) -> None:
-    """A request for another adapter comes while one is filled: the other is copied when added."""
-    e, layouts = Engine(slots=1, cached=2), list[Layout]()
-    theirs, slots = slots_engine.loader(e), Slots(slots_engine.worker(e))
-    bring(slots, e, 1, layouts)
-    image = seated(slots, e, 2, layouts)
-    seat = image.seat
-    assert seat is not None
-    slots.loader.add_adapter(request(1, "/nowhere/1", e))
-    assert not seat.fill([lambda: pytest.fail("written while vLLM has it")])
-    one = slots_engine.slot_bytes(slots.loader, 0)
-    with published(e, seed=2) as trainer:
-        theirs.add_adapter(request(2, trainer.directory(tmp_path / "two"), e))
-    slots.loader.add_adapter(request(2, "/nowhere/2", e))
-    same_slots(slots.loader, theirs)
-    slots.loader.add_adapter(request(1, "/nowhere/1", e))
-    assert all(torch.equal(one[k], v) for k, v in slots_engine.slot_bytes(slots.loader, 0).items())
-
-
-def test_a_slot_of_an_adapter_that_nobody_wants_is_free_again() -> None:
-    e, layouts = Engine(slots=1), list[Layout]()
-    slots = Slots(slots_engine.worker(e))
-    seated(slots, e, 1, layouts)
-    assert slots.keep_seat() is None
-    slots.release("/nowhere/1")
-    seat = slots.keep_seat()
-    assert seat is not None and slots.keep_seat() is None
-    slots.end_keeping(seat)
-    assert slots.keep_seat() is not None
-
-
-@pytest.mark.parametrize("at", range(4))
-def test_of_a_slot_that_is_taken_back_no_more_is_written(at: int) -> None:
-    """However far filling is, and in whatever thread."""
-    seats, written = SlotTable(), list[int]()
-    seat = seats.keep(at)
-    engine = threading.Thread(target=seats.take_back, args=(at,))
-
-    def write(piece: int) -> None:
-        written.append(piece)
-        if piece == at:  # the engine waits for this piece, and then has it
-            engine.start()
-            deadline = time.monotonic() + 60
-            while not seat._lost:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
-
-    assert seat.fill([functools.partial(write, piece) for piece in range(4)]) is False
-    engine.join(60)
-    assert written == list(range(at + 1)) and not seats.indices()
-    assert seats.give_up(seat) is False
-
-
 class Stand:
     """In the place of an image on a GPU, which is not here."""
 
     def __init__(self, layout: Any, *, device: Any) -> None:
         self.layout, self.on_gpu, self.waited = layout, True, 0
-        self.whole, self.seat, self.leaving = False, None, False
+        self.whole, self.leaving = False, False
 
     def wait(self) -> None:
         self.waited += 1
@@ -638,49 +480,26 @@ def learnt(trainer: Published, tmp_path: Path, mine: Any) -> None:
     assert finished(mine, "learn")["state"] == "done"
 
 
-def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
-    """And forgotten with its path, or with the job where another worker has failed."""
+def test_an_adapter_is_added_under_numbers_and_forgotten(tmp_path: Path) -> None:
     e = Engine()
     mine = slots_engine.worker(e)
     loader = mine.model_runner.lora_manager
     with published(e) as trainer:
         learnt(trainer, tmp_path, mine)
-        for number, key in ((4, "by path"), (5, "by job")):
-            told = job(trainer, tmp_path / key, id=key, number=number, adapter=key)
-            mine.fanin_start_pull(told)
-            report = finished(mine, key)
-            assert report["state"] == "done" and report["added"]
-    assert loader.list_adapters() == {4, 5}
-    again = {"adapter": "again", "number": 6, "path": str(tmp_path / "by path"), "is_3d": False}
-    assert mine.fanin_add_lora(again) == {"error": None}
-    mine.fanin_drop_adapter("", "by job")
-    assert 5 not in loader.list_adapters()
-    mine.fanin_drop_adapter(str(tmp_path / "by path"), "", [4, 6])
+        mine.fanin_start_pull(job(trainer, tmp_path / "b"))
+        assert finished(mine, "one")["state"] == "done"
+    told = {"adapter": "b", "path": str(tmp_path / "b"), "is_3d": False}
+    for number in (4, 6):
+        assert mine.fanin_add_lora({**told, "number": number}) == {"error": None}
+    assert loader.list_adapters() == {4, 6}
+    mine.fanin_drop_adapter(str(tmp_path / "b"), "", [4, 6])
     assert loader.list_adapters() == set()
     deadline = time.monotonic() + 60
     while jobs._deletions.busy:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    error = mine.fanin_add_lora({**again, "number": 7})["error"]
+    error = mine.fanin_add_lora({**told, "number": 7})["error"]
     assert error is not None and 7 not in loader.list_adapters()
-
-
-def test_a_slot_that_was_kept_for_a_pull_that_fails_is_free_again(tmp_path: Path) -> None:
-    """Before a trainer answers, and after."""
-    mine = slots_engine.worker(Engine())
-    with published(Engine()) as trainer:
-        learnt(trainer, tmp_path, mine)
-        seats = mine.fanin_worker_slots._slots._table
-        with socket.create_server(("127.0.0.1", 0)) as gone:
-            nobody = [f"127.0.0.1:{gone.getsockname()[1]}"]
-        failing: dict[str, dict[str, Any]] = {
-            "connect": {"addresses": nobody, "world": "0" * 32, "timeout": 1.0},
-            "step": {"step": "7", "timeout": 0.2},
-        }
-        for number, fields in failing.items():
-            mine.fanin_start_pull(job(trainer, tmp_path / "b", id=number, **fields))
-            assert finished(mine, number)["state"] == "failed"
-            assert not seats.indices(), number
 
 
 def test_a_worker_that_cannot_add_it_says_so(
@@ -688,19 +507,18 @@ def test_a_worker_that_cannot_add_it_says_so(
 ) -> None:
     e = Engine()
     mine = slots_engine.worker(e)
-    # Requests run with all adapters that have slots: nothing is filled beforehand.
-    monkeypatch.setattr(Slots, "keep_seat", lambda slots: None)
 
     def short(image: Image, manager: Any, slot: int) -> None:
         raise MemoryError
 
     with published(e) as trainer:
         learnt(trainer, tmp_path, mine)
-        monkeypatch.setattr(Image, "put", short)
-        mine.fanin_start_pull(job(trainer, tmp_path / "b", number=4, adapter="b"))
-        report = finished(mine, "one")
-    assert report["state"] == "failed" and report["error"]["class"] == "HostError"
-    assert "no memory" in report["error"]["message"]
+        mine.fanin_start_pull(job(trainer, tmp_path / "b"))
+        assert finished(mine, "one")["state"] == "done"
+    monkeypatch.setattr(Image, "put", short)
+    told = {"adapter": "b", "number": 4, "path": str(tmp_path / "b"), "is_3d": False}
+    error = mine.fanin_add_lora(told)["error"]
+    assert error["class"] == "HostError" and "no memory" in error["message"]
     assert not mine.model_runner.lora_manager.list_adapters()
 
 

@@ -75,7 +75,6 @@ class _Job:
         self.result: Done | None = None
         self.error: BaseException | None = None
         self.unwanted = False
-        self.over = threading.Event()
 
     def gain(self) -> list[Done]:
         """What this job alone brought: not what was there before and stands."""
@@ -124,17 +123,8 @@ class Jobs:
         with self._lock:
             job.result, job.error = result, error
             unwanted = job.gain() if job.unwanted else []
-        job.over.set()
         for one in unwanted:
             _release(one)
-
-    def linger(self, name: str, seconds: float) -> dict[str, Any]:
-        """As :meth:`poll`, once the job is over or *seconds* have passed."""
-        with self._lock:
-            job = self._jobs.get(name)
-        if job is not None:
-            job.over.wait(seconds)
-        return self.poll(name)
 
     def knows(self, name: str) -> bool:
         """Whether a job of that name was started and not dropped."""

@@ -210,7 +210,6 @@ class Adapter:
         lease: None if workers on other hosts pulled it.
         requests: vLLM's requests that name the path.
         pins: callers that were given it and have made no request of it yet.
-        numbers: vLLM's, under which all workers have added it while vLLM does not know that yet.
         suspended: its name was taken away until its trainer's fate is known.
     """
 
@@ -236,7 +235,6 @@ class Adapter:
     lease: Lease | None = None
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
-    numbers: set[int] = field(default_factory=set)
     suspended: bool = False
     landing: str = "directory"
     landing_why: str = ""

@@ -61,9 +61,8 @@ class WorkerCalls(Protocol):
 class _SharedPull:
     """One pull, and how many wait for it."""
 
-    def __init__(self, wanted: Wanted, number: int = 0) -> None:
+    def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
-        self.number = number
         self.started = time.monotonic()
         self.deadline = self.started + wanted.timeout
         self.task: asyncio.Task[Adapter] | None = None
@@ -122,9 +121,7 @@ class SharedPulls:
         """See :meth:`SlotWay.status`."""
         return self._slots.status()
 
-    async def fetch(
-        self, wanted: Wanted, asked: float | None = None, *, number: int = 0
-    ) -> Adapter:
+    async def fetch(self, wanted: Wanted, asked: float | None = None) -> Adapter:
         """The adapter, pulled unless it is here, and pinned: the caller must take one from pins.
 
         vLLM lets callers who ask for one name in one after the other. A caller that asked before
@@ -133,8 +130,6 @@ class SharedPulls:
 
         Args:
             asked: when the caller was asked (time.monotonic); None: now.
-            number: vLLM's, under which workers may add the adapter as soon as they have it; 0:
-                none.
         """
         when, failure = self._failed.get(wanted.key, (0.0, None))
         if failure is not None and asked is not None and asked <= when:
@@ -145,7 +140,7 @@ class SharedPulls:
                 raise ConnectionFailedError.make(
                     f"{_MOST} adapters are being pulled already", "ask again", code=-302
                 )
-            shared = _SharedPull(wanted, number)
+            shared = _SharedPull(wanted)
             self._under_way[wanted.key] = shared
             shared.task = asyncio.get_running_loop().create_task(self._fly(shared))
             # Nobody may be waiting any more when it fails.
@@ -357,7 +352,6 @@ class SharedPulls:
             if way is not None:
                 way.check(wanted, plan)
                 job |= fields(wanted, plan)
-                job |= {"number": shared.number, "adapter": wanted.name}
             try:
                 left = deadline - time.monotonic()
                 reports = await self._job_runner(workers, shared, plan)(job, left)
@@ -380,7 +374,6 @@ class SharedPulls:
                 reused=all(report["reused"] for report in reports),
                 transport=str(reports[0]["transport"]),
                 landing="directory" if way is None else "slot",
-                numbers={shared.number} if all(one.get("added") for one in reports) else set(),
             )
         raise AssertionError("unreachable")
 
@@ -407,9 +400,7 @@ class SharedPulls:
                 **job,
             }
             try:
-                started = await workers("fanin_start_pull", job)
-                if job.get("layout") and all(one.get("state") == "done" for one in started):
-                    return started
+                await workers("fanin_start_pull", job)
                 return await self._poll(workers, shared, job, deadline)
             except BaseException:
                 with contextlib.suppress(Exception):

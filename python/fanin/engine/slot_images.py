@@ -7,9 +7,7 @@ for some of it.
 
 from __future__ import annotations
 
-import functools
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +18,11 @@ import torch
 
 from fanin._dtypes import torch_types
 from fanin.engine.copies import Copies
-from fanin.engine.slot_table import KeptSlot
 from fanin.mapping import Mapping
 from fanin.mapping._boxes import packed_strides
 from fanin.server import Stream
 
 _ALIGNED = 256  # bytes
-_PIECE = 4 << 20  # bytes that are copied at a time beside the engine
 _TYPES = torch_types()
 
 
@@ -80,20 +76,10 @@ class _Fill:
     """The copies of an image's tensors into one slot, made out once: to get views of hundreds of
     tensors takes longer than to have them copied."""
 
-    def __init__(self, stacks: list[Any], pairs: list[tuple[Any, Any]], most: int) -> None:
+    def __init__(self, stacks: list[Any], pairs: list[tuple[Any, Any]]) -> None:
         self._stacks = stacks
         self._at = [stack.data_ptr() for stack in stacks]
-        #: Of *most* bytes each, or of one tensor.
-        self.copies: list[Copies] = []
-        group: list[tuple[Any, Any]] = []
-        size = 0
-        for to, of in pairs:
-            if group and size + of.nbytes > most:
-                self.copies.append(Copies(group))
-                group, size = [], 0
-            group.append((to, of))
-            size += of.nbytes
-        self.copies.append(Copies(group))
+        self.copies = Copies(pairs)
 
     def is_into(self, stacks: list[Any]) -> bool:
         """Whether the slots lie in that memory still."""
@@ -116,8 +102,7 @@ def _fill_of(
             start, *steps = stack.stride()  # slicing takes twice as long, some ms of all parts
             at = stack.storage_offset() + slot * start
             pairs.append((stack.as_strided(final.shape, steps, at), final))
-        most = _PIECE if manager.device.type == "cpu" else sys.maxsize
-        fill = known[slot] = _Fill(stacks, pairs, most)
+        fill = known[slot] = _Fill(stacks, pairs)
     return fill
 
 
@@ -139,8 +124,6 @@ class Image:
 
     def __init__(self, layout: Layout, *, device: Any = None, pinned: bool = False) -> None:
         self.layout = layout
-        #: The slot that has been filled with it, if one could be kept.
-        self.seat: KeptSlot | None = None
         self._lock = threading.Lock()
         self._copied: Any = None
         #: Nobody fills it: it may be moved.
@@ -266,22 +249,12 @@ class Image:
             room, ready, fills = self._room, self._ready, self._fills
         if room.is_cuda:  # it may be let go of before the copy is done
             room.record_stream(torch.cuda.current_stream(room.device))
-        for copies in _fill_of(fills, manager, slot, ready).copies:
-            copies.make()
+        _fill_of(fills, manager, slot, ready).copies.make()
         for path in self.layout.switched:
             manager.modules[path].adapter_enabled[slot].fill_(1)
         if manager.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
-
-    def pieces(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
-        """As :meth:`put`, in host memory, in pieces of some milliseconds."""
-        with self._lock:
-            ready, fills = self._ready, self._fills
-        for copies in _fill_of(fills, manager, slot, ready).copies:
-            yield copies.make
-        for path in self.layout.switched:
-            yield functools.partial(manager.modules[path].adapter_enabled[slot].fill_, 1)
 
     def slot_of(self, path: str, leaf: str, like: Any) -> Any:
         """What a slot has of it in one tensor, the rest zero."""

@@ -5,8 +5,7 @@ What the list does not tell is heard here: who asked when, what was unloaded, wh
 adapter that lies in the layout of the workers' slots is added here: vLLM numbers an adapter, and
 calls ``add_lora`` of all workers. Of their answers it reads those up to the first failure, and
 takes what it has left for answers to its next call; so such adapters are added by a call that fails
-nowhere. Where a pull was begun with vLLM's number the workers have added the adapter with the
-answer that it is there, and nobody is called again.
+nowhere.
 
 Workers are called without that the core waits for them. ``collective_rpc`` waits for the workers'
 answers between two steps, and the requests that run wait with it. A call from here goes into the
@@ -21,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -35,8 +34,6 @@ from fanin.vllm import patches
 _log = logging.getLogger("vllm.fanin")
 
 _asked: ContextVar[float | None] = ContextVar("fanin_asked", default=None)
-_given: ContextVar[int] = ContextVar("fanin_given_number", default=0)
-_taken: ContextVar[int] = ContextVar("fanin_taken_number", default=0)
 
 Call: TypeAlias = Callable[..., Awaitable[list[Any]]]
 
@@ -163,39 +160,6 @@ class Listener:
 # --------------------------------------------------------------- adapters that lie in slots
 
 
-class Numbers:
-    """vLLM's counter of adapters (AtomicCounter), of which a task can take a number beforehand."""
-
-    def __init__(self, counter: Any) -> None:
-        self._counter = counter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._counter, name)
-
-    def inc(self, by: int = 1) -> int:
-        number = _given.get()
-        _given.set(0)
-        if not number:
-            number = int(self._counter.inc(by))
-        _taken.set(number)
-        return number
-
-    def taken(self) -> int:
-        """The number that this task was given last, once; 0: none."""
-        number = _taken.get()
-        _taken.set(0)
-        return number
-
-    @contextlib.contextmanager
-    def given(self, number: int) -> Iterator[None]:
-        """The next number that this task is given is *number*; 0: a new one."""
-        _given.set(number)
-        try:
-            yield
-        finally:
-            _given.set(0)
-
-
 class Adds:
     """vLLM's ``add_lora`` for one engine. Used in the event loop's thread.
 
@@ -206,25 +170,7 @@ class Adds:
     def __init__(self, models: Any, find: Callable[[str], Adapter | None], call: Call) -> None:
         self._find, self._call = find, call
         self._client = models.engine_client
-        self._numbers: Numbers | None = None
-        if hasattr(models, "lora_id_counter") and hasattr(self._client, "add_lora"):
-            self._numbers = Numbers(models.lora_id_counter)
-            patches.put(models, "OpenAIServingModels", self._numbers, must=False)
-            patches.put(self._client, "EngineClient", self, must=False)
-
-    def reserve(self) -> int:
-        """A number for an adapter to come; 0: this vLLM has other numbers."""
-        return 0 if self._numbers is None else self._numbers.inc()
-
-    def taken(self) -> int:
-        """See :meth:`Numbers.taken`."""
-        return 0 if self._numbers is None else self._numbers.taken()
-
-    def given(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`Numbers.given`."""
-        if self._numbers is None:
-            return contextlib.nullcontext()
-        return self._numbers.given(number)
+        patches.put(self._client, "EngineClient", self, must=False)
 
     async def add_lora(self, original: Any, request: Any) -> bool:
         """As vLLM's *original*. Raises FaninError if a worker has not added it: then none has."""
@@ -232,9 +178,6 @@ class Adds:
         if adapter is None:
             return bool(await original(request))
         number = int(request.lora_int_id)
-        if number in adapter.numbers:
-            adapter.numbers.discard(number)
-            return True
         wanted = {"adapter": request.lora_name, "number": number, "path": request.lora_path}
         answers = await self._call("fanin_add_lora", {**wanted, "is_3d": adapter.is_3d})
         failed = [answer["error"] for answer in answers if answer["error"] is not None]

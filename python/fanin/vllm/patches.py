@@ -113,7 +113,6 @@ _GUARD = "tests/python/test_vllm_guard.py::"
 _ALIVE = "tests/python/test_vllm_alive.py::"
 _WORLDS = "tests/python/test_engine_worlds.py::"
 _SLOTS = "tests/engines/test_vllm_slots.py::"
-_ADDS = "tests/python/test_vllm_adds.py::"
 
 # fmt: off
 TABLE: tuple[Patch, ...] = (
@@ -192,13 +191,9 @@ TABLE: tuple[Patch, ...] = (
     Patch(_MODELS + "lora_requests", VALUE, lambda _, asks: getattr(asks, "names", None),
           "a request finds the adapter that it was let in for",
           _WORLDS + "test_a_request_that_was_let_in_before_its_name_was_taken_away"),
-    Patch(_MODELS + "lora_id_counter", VALUE,
-          lambda _, asks: asks if hasattr(asks, "inc") else None,
-          "a pull begins with the number that vLLM will give",
-          _ADDS + "test_a_number_is_given_once_to_whoever_took_it"),
     Patch("vllm.engine.protocol:EngineClient.add_lora", "lora_request", _by("add_lora"),
           "an adapter in slots is added by a call that fails nowhere",
-          _ADDS + "test_under_another_number_the_workers_are_asked"),
+          "tests/python/test_vllm_adds.py::test_of_an_adapter_in_slots_the_workers_are_asked"),
     # ---------------------------------------------------------------------- a worker's slots
     Patch(_LOADER + "_load_adapter", "lora_request", _by("load_adapter"),
           "vLLM is given an image in the place of a directory",
@@ -207,8 +202,8 @@ TABLE: tuple[Patch, ...] = (
           "an image is packed already",
           _SLOTS + "test_an_adapter_that_left_its_slot_and_vllms_cache_comes_back"),
     Patch(_MANAGER + "activate_adapter", "lora_id", _by("activate_adapter"),
-          "an image is copied into the slot that vLLM chooses, or is there already",
-          _SLOTS + "test_a_slot_that_was_filled_before_is_switched_on_only"),
+          "an image is copied into the slot that vLLM chooses",
+          _SLOTS + "test_a_slot_is_what_vllm_loads"),
     # These two are called by fanin alone, and not put anywhere: see unpinned().
     Patch("vllm.lora.lora_model:LoRAModel.from_lora_tensors",
           "lora_model_id tensors peft_helper *", _unpinned,

@@ -15,7 +15,6 @@ vLLM's own route that names a trainer (:mod:`fanin.engine.route_auth`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import logging
@@ -173,18 +172,18 @@ class Api:
         free = isinstance(name, str) and parse(name) is None
         return self._here.config.newest and body.get("step") is None and free
 
-    async def _fetch(self, body: dict[str, Any], number: int) -> Adapter:
-        """The adapter that the body asks for, pinned. number: see :meth:`SharedPulls.fetch`."""
+    async def _fetch(self, body: dict[str, Any]) -> Adapter:
+        """The adapter that the body asks for, pinned."""
         here = self._here
         if not self._wants_newest(body):
-            return await here.pulls.fetch(self.wanted(body), number=number)
+            return await here.pulls.fetch(self.wanted(body))
         first = self.wanted({**body, "step": 0})
         deadline = time.monotonic() + first.timeout
         while True:
             step = await in_thread(lambda: here.service.newest(first.source, first.run, deadline))
             wanted = dataclasses.replace(first, step=step, timeout=deadline - time.monotonic())
             try:
-                return await here.pulls.fetch(wanted, number=number)
+                return await here.pulls.fetch(wanted)
             except SupersededError:
                 if time.monotonic() >= deadline:
                     raise
@@ -233,16 +232,13 @@ class Api:
         if engine is None:
             raise StateError.make("the engine is not up yet", "ask again")
         self._check_name(engine.models, wanted.name)
-        number = self._number(engine.models, wanted.name)
-        adapter = await self._fetch(body, number)
+        adapter = await self._fetch(body)
         try:
             here.service.warn_of_base_model(
                 adapter, str(getattr(engine.models.model_config, "model", ""))
             )
             loaded = time.monotonic()
-            # The workers may have it under the number of a caller who went away.
-            with self._given(next(iter(adapter.numbers), number)):
-                await self._register(engine.models, adapter)
+            await self._register(engine.models, adapter)
         finally:
             adapter.pins -= 1
         if here.source is None:
@@ -269,16 +265,6 @@ class Api:
                 "take another name, or unload that one",
                 key="lora_name",
             )
-
-    def _number(self, models: Any, name: str) -> int:
-        """vLLM's number for an adapter that it is to load; 0: it is told none beforehand."""
-        adds = self._here.adds
-        return adds.reserve() if adds is not None and models.lora_requests.get(name) is None else 0
-
-    def _given(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """vLLM takes this number for what it loads next."""
-        adds = self._here.adds
-        return contextlib.nullcontext() if adds is None else adds.given(number)
 
     async def _register(self, models: Any, adapter: Adapter) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest

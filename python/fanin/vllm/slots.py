@@ -6,8 +6,8 @@ the way back as well: what a worker holds of an adapter is digested so for :mod:
 scale is multiplied in and cannot be undone: the trainer's ranks digest what it makes of theirs.
 
 This file and :mod:`fanin.vllm.slots_worker` alone know vLLM's LoRA classes. A model has hundreds of
-tensors that hold slots. What each pull asks is answered with one look at each, and a slot is
-cleared by few calls: meanwhile the engine's thread cannot have the interpreter.
+tensors that hold slots. What each pull asks is answered with one look at each: meanwhile the
+engine's thread cannot have the interpreter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def unfit(worker: Any) -> str:
 
 _MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _PLAIN = ("lora_a_stacked", "lora_b_stacked")
-_PIECE = 4 << 20  # bytes that are cleared at a time beside the engine
 
 
 class Stack(NamedTuple):
@@ -121,7 +120,6 @@ class SlotMemory:
             for path, of_one in stacks.items()
             for stack in of_one
         )
-        self._clearing: dict[int, list[Callable[[], Any]]] = {}
 
     def stands(self, manager: Any) -> bool:
         """Whether *manager* has its slots there still."""
@@ -135,30 +133,6 @@ class SlotMemory:
                 for tensor, (shape, at) in zip(self._tensors, self._at, strict=True)
             )
         )
-
-    def clearing(self, slot: int) -> list[Callable[[], Any]]:
-        """What clears that slot, as vLLM does, in pieces of some milliseconds; for host memory."""
-        known = self._clearing.get(slot)
-        if known is None:
-            known = self._clearing[slot] = list(map(_zeroing, self._groups(slot)))
-        return known
-
-    def _groups(self, slot: int) -> list[list[Any]]:
-        switches = [getattr(module, "adapter_enabled", None) for module in self._modules]
-        groups: list[list[Any]] = [[switch[slot] for switch in switches if switch is not None]]
-        size = _PIECE
-        for tensor in self._tensors:
-            part = tensor[slot].detach()
-            if size + part.nbytes > _PIECE:
-                groups.append([])
-                size = 0
-            groups[-1].append(part)
-            size += part.nbytes
-        return [group for group in groups if group]
-
-
-def _zeroing(tensors: list[Any]) -> Callable[[], Any]:
-    return functools.partial(torch._foreach_zero_, tensors)
 
 
 def loader_of(worker: Any) -> Any:

@@ -11,7 +11,6 @@ vLLM's own load makes of it, byte for byte. Only a layout that has passed that i
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import threading
@@ -30,7 +29,6 @@ from fanin.engine.faults import to_wire
 from fanin.engine.jobs import Done, Jobs, Progress
 from fanin.engine.pulls import PullService, catalog_digest, version_of
 from fanin.engine.slot_images import Image, Layout
-from fanin.engine.slot_table import KeptSlot, SlotTable
 from fanin.errors import CancelledError, FaninError, HostError, StaleError
 from fanin.vllm import patches
 from fanin.vllm.slots import SlotMemory, loader_of, prove, record_layout, unfit, unfitting
@@ -40,30 +38,6 @@ _log = logging.getLogger("vllm.fanin")
 
 _SPARE = 2  # images that are kept for the next pull
 _ON_GPU = 3  # images that stay in a GPU's memory: two that are kept, as is usual, and the next
-
-
-def _idle_slot(worker: Any, manager: Any, kept: set[int]) -> int | None:
-    """A slot that no adapter has, or that of the adapter that vLLM would let go of next, which goes
-    now, if no request runs with it. None: there is none but *kept*. In the engine's thread."""
-    slots = manager.lora_index_to_id
-    free = [index for index, number in enumerate(slots) if number is None and index not in kept]
-    if free:
-        return int(free[0])
-    batch = getattr(worker.model_runner, "input_batch", None)
-    running = getattr(batch, "lora_id_to_request_ids", None)
-    active = manager._active_adapters
-    oldest = next((number for number in active.order if number not in active.pinned_items), None)
-    if running is None or oldest is None or oldest in running:
-        return None
-    index = int(slots.index(oldest))
-    active.remove_oldest()
-    return index
-
-
-def _sit_down(manager: Any, number: int, index: int) -> None:
-    """What vLLM's own activation does, but for the weights."""
-    manager._active_adapters[number] = None
-    manager.lora_index_to_id[index] = number
 
 
 class Slots:
@@ -78,7 +52,6 @@ class Slots:
         self.loader = loader_of(worker)
         self.manager = self.loader._adapter_manager
         self._memory = SlotMemory(self.manager)
-        self._table = SlotTable()
         self._lock = threading.Lock()
         self._layouts: dict[str, Layout] = {}
         self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
@@ -172,48 +145,6 @@ class Slots:
             except RuntimeError as error:
                 _log.warning("fanin: an adapter stays in a GPU's memory: %s", error)
 
-    def idle(self) -> bool:
-        """Whether no request waits for a step, as far as the worker knows; the engine's thread."""
-        batch = getattr(self._worker.model_runner, "input_batch", None)
-        return not getattr(batch, "req_id_to_index", None)
-
-    def keep_seat(self) -> KeptSlot | None:
-        """A slot to be filled before vLLM asks for it. In the engine's thread, which may be using
-        the others; None if requests run with all, or it is a GPU's."""
-        if self.manager.device.type != "cpu":
-            return None
-        index = _idle_slot(self._worker, self.manager, self._table.indices())
-        return None if index is None else self._table.keep(index)
-
-    def fill_seat(self, seat: KeptSlot | None, image: Image) -> None:
-        """Puts *image* into the slot that was kept, if vLLM has not taken it back."""
-        if seat is None:
-            return
-        clearing = self._memory_now().clearing(seat.index)
-        if seat.fill(itertools.chain(clearing, image.pieces(self.manager, seat.index))):
-            image.seat = seat
-
-    def end_keeping(self, seat: KeptSlot | None) -> None:
-        """The keeper of the slot has ended: the slot is vLLM's again, unless an image is in it."""
-        if seat is not None and not seat.filled:
-            self._table.give_up(seat)
-
-    def sit_down(self, number: int, image: Image) -> bool:
-        """Whether the adapter of that number has a slot now without a copy. In the engine's
-        thread, which may give any slot away after this."""
-        seat, image.seat = image.seat, None
-        whole = self._table.give_up(seat)
-        if seat is not None and whole and self.manager.lora_index_to_id[seat.index] is None:
-            _sit_down(self.manager, number, seat.index)
-            return True
-        return False
-
-    def stand_up(self) -> None:
-        """vLLM gives a slot away now: the first that no adapter has."""
-        slots = self.manager.lora_index_to_id
-        if None in slots:
-            self._table.take_back(slots.index(None))
-
     def hold(self, path: str, image: Image | None = None) -> Image | None:
         """Holds the image of that path once more; *image*, if there is none yet. None: none."""
         with self._lock:
@@ -233,7 +164,6 @@ class Slots:
                 self._images[path] = image, times - 1
                 return
             del self._images[path]
-        self._table.give_up(image.seat)
         with suppress(RuntimeError):  # the engine's thread has just changed the list
             loaded = list(self.manager.list_adapters().values())
             if not any(getattr(model, "image", None) is image for model in loaded):
@@ -241,8 +171,6 @@ class Slots:
 
     def give_back(self, image: Image) -> None:
         """An image that nothing uses: the next pull may fill it."""
-        self._table.give_up(image.seat)
-        image.seat = None
         if image.on_gpu != (self._gpu is not None):
             return
         with self._lock:
@@ -282,14 +210,9 @@ class _Images:
             original(lora)
 
     def activate_adapter(self, original: Any, lora_id: int) -> bool:
-        """vLLM chooses the slot and clears it, since the adapter names no module; or it has been
-        filled."""
+        """vLLM chooses the slot and clears it, since the adapter names no module."""
         manager = self._slots.manager
         lora = manager.list_adapters().get(lora_id)
-        if lora_id not in manager._active_adapters:
-            if isinstance(lora, self._model) and self._slots.sit_down(lora_id, lora.image):
-                return True
-            self._slots.stand_up()
         fresh = original(lora_id)
         if fresh and isinstance(lora, self._model):
             try:
@@ -334,10 +257,7 @@ class WorkerSlots:
         if why:
             raise unfitting(why)
         self._slots = Slots(worker)
-        self.idle = self._slots.idle
         self.jobs = Jobs()
-        #: Of jobs that bring an adapter which vLLM has numbered already.
-        self._numbered: dict[str, dict[str, Any]] = {}
 
     def begin(
         self, job: dict[str, Any], service: Callable[[], PullService]
@@ -347,47 +267,27 @@ class WorkerSlots:
 
         service: makes the one to pull with; called in the job's thread.
         """
-        seat = None if job["learn"] else self._slots.keep_seat()
-        if job.get("number"):
-            self._numbered[job["id"]] = job
 
         def run(progress: Progress) -> Done:
             try:
                 with within(job.get("trace")):
-                    return self._run(job, seat, service, progress)
+                    return self._run(job, service, progress)
             except MemoryError as error:
                 raise _short(error) from error
-            finally:
-                self._slots.end_keeping(seat)
 
         return run
 
     def _run(
-        self,
-        job: dict[str, Any],
-        seat: KeptSlot | None,
-        service: Callable[[], PullService],
-        progress: Progress,
+        self, job: dict[str, Any], service: Callable[[], PullService], progress: Progress
     ) -> Done:
         self._slots.use_device()
         deadline = time.monotonic() + float(job["timeout"])
         with service().connected(job, deadline) as client:
             if job["learn"]:
                 return self._learn(client, job, deadline)
-            return self._pull(seat, client, job, deadline, progress)
+            return self._pull(client, job, deadline, progress)
 
     # ------------------------------------------------------------------ adding
-
-    def added(self, name: str, told: dict[str, Any]) -> dict[str, Any]:
-        """*told* of a job, in the engine's thread; the adapter of one that is done and came with
-        vLLM's number is added here and now."""
-        job = self._numbered.get(name)
-        if job is None or told["state"] != "done":
-            return told
-        answer = self.add(job)
-        if answer["error"] is not None:
-            return {**told, "state": "failed", "error": answer["error"]}
-        return {**told, "added": True}
 
     def add(self, adapter: dict[str, Any]) -> dict[str, Any]:
         """Adds an adapter to vLLM's, or says why not; raises nothing. In the engine's thread.
@@ -412,24 +312,9 @@ class WorkerSlots:
             return {"error": to_wire(error)}
         return {"error": None}
 
-    def forget(self, path: str, name: str) -> None:
-        """Forgets jobs by their name or by what they brought, and vLLM what they added."""
-        for key, job in list(self._numbered.items()):
-            if key == name or job["path"] == path:
-                del self._numbered[key]
-                self._slots.loader.remove_adapter(job["number"])
-        self.jobs.drop(name=name, path=path)
-
     # ------------------------------------------------------------------ a pull
 
-    def _pull(
-        self,
-        seat: KeptSlot | None,
-        client: Any,
-        job: dict[str, Any],
-        deadline: float,
-        progress: Progress,
-    ) -> Done:
+    def _pull(self, client: Any, job: dict[str, Any], deadline: float, progress: Progress) -> Done:
         layout = self._slots.layout(job["layout"])
         if layout is None:
             raise unfitting("this worker does not know the layout any more")
@@ -450,7 +335,6 @@ class WorkerSlots:
             )
             self._check_catalog(client, job, deadline)
             image.finish()
-            self._slots.fill_seat(seat, image)
         except BaseException:
             self._slots.give_back(image)
             raise

@@ -80,7 +80,6 @@ class State:
         if config.trainer is not None:
             self.source = Source.of(config.trainer, config.server_name)
         self.engine: Engine | None = None
-        self.adds: Adds | None = None
         self.places = Places(config.cache_dir)
         self.counters = metrics() if counters is None else counters
         self.service = PullService(
@@ -166,7 +165,7 @@ class State:
         way = SlotWay(self._no_slots(engine))
         self.pulls.use_slots(way, engine.call_workers)
         if not way.why:
-            self.adds = Adds(models, keeper.in_slots, engine.call_workers)
+            Adds(models, keeper.in_slots, engine.call_workers)
         return engine
 
     def _no_slots(self, engine: Engine) -> str:
@@ -278,8 +277,7 @@ def make_resolver() -> Any:
                 return None
             if models is not None:
                 await here.attach(models)
-            number = 0 if here.adds is None else here.adds.taken()
-            adapter = await here.pulls.fetch(wanted, here.asked(), number=number)
+            adapter = await here.pulls.fetch(wanted, here.asked())
             try:
                 here.service.warn_of_base_model(adapter, base_model_name)
                 request = LoRARequest(

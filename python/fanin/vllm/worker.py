@@ -2,9 +2,8 @@
 """Pulls in workers' processes, started and asked after by short calls.
 
 While a method runs that ``collective_rpc`` calls, the engine generates nothing; of those that
-:mod:`fanin.vllm.models` calls, the workers' part. So no method here waits for the network (but for
-ten milliseconds, where that saves a call and no request runs): one gives a thread its work, others
-look how far it is.
+:mod:`fanin.vllm.models` calls, the workers' part. So no method here waits for the network: one
+gives a thread its work, others look how far it is.
 
 The methods of the API server's protocol are in :data:`METHODS`. For engines
 without endpoint plugins there is :class:`WorkerExtension`, to be named with
@@ -42,8 +41,6 @@ __all__ = ["METHODS", "WorkerExtension", "fanin_call", "load_lora", "places_in",
 _log = logging.getLogger("vllm.fanin")
 
 _LOOK = 5.0
-_LINGER = 0.01
-
 
 _jobs = Jobs()
 _lines = PullLog(_log)
@@ -81,14 +78,11 @@ def _slots_of(worker: Any) -> Any:
 def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Starts the pull that the API server has planned; how far it is. Returns at once.
 
-    With a layout it goes into this worker's slots, else into a directory. Small adapters are there
-    in less than another call costs, so that one for slots lingers for that long if nobody waits for
-    the engine.
+    With a layout it goes into this worker's slots, else into a directory.
     """
-    seconds, jobs = 0.0, _jobs
+    jobs = _jobs
     work: Callable[[Progress], Done] = functools.partial(_into_directory, job)
     if job.get("layout"):
-        seconds = 0.0 if job["learn"] else _LINGER
         try:
             if _slots_of(self) is None:
                 from fanin.vllm.slots_worker import WorkerSlots
@@ -103,7 +97,7 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
                 raise failure
 
     jobs.start(job["id"], work)
-    return _report(self, job["id"], seconds)
+    return jobs.poll(job["id"])
 
 
 def _into_directory(job: dict[str, Any], progress: Progress) -> Done:
@@ -113,22 +107,10 @@ def _into_directory(job: dict[str, Any], progress: Progress) -> Done:
 
 
 def fanin_poll_pull(self: Any, job_id: str) -> dict[str, Any]:
-    """How far the pull is; returns at once.
-
-    An adapter that came into the layout of the slots with vLLM's number is added with the answer
-    that says so ("added").
-    """
-    return _report(self, job_id, 0.0)
-
-
-def _report(worker: Any, job_id: str, seconds: float) -> dict[str, Any]:
-    """How far a job is, in the engine's thread; where no request runs it waits for the end of the
-    job, at most *seconds*."""
-    slots = _slots_of(worker)
-    if slots is None or not slots.jobs.knows(job_id):
-        return _jobs.poll(job_id)
-    told = slots.jobs.linger(job_id, seconds if seconds and slots.idle() else 0.0)
-    return dict(slots.added(job_id, told))
+    """How far the pull is; returns at once."""
+    slots = _slots_of(self)
+    jobs = _jobs if slots is None or not slots.jobs.knows(job_id) else slots.jobs
+    return dict(jobs.poll(job_id))
 
 
 def fanin_add_lora(self: Any, adapter: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +133,7 @@ def fanin_drop_adapter(self: Any, path: str, job_id: str = "", numbers: Sequence
         self.remove_lora(number)
     slots = _slots_of(self)
     if slots is not None:
-        slots.forget(path, job_id)
+        slots.jobs.drop(name=job_id, path=path)
     _jobs.drop(name=job_id, path=path)
     return True
 
@@ -243,7 +225,7 @@ METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
     (fanin_poll_pull, _JOB),
     (
         fanin_add_lora,
-        _SERVED + "slots.py::test_a_numbered_adapter_is_added_with_the_answer",
+        _SERVED + "slots.py::test_an_adapter_is_added_under_numbers_and_forgotten",
     ),
     (fanin_drop_adapter, _JOB),
     (fanin_model_facts, "tests/python/test_shared_pulls.py::test_facts_of_the_engine"),
