@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fanin._cover import are_apart, tilings
 from fanin._digest import digest_sum
 from fanin._dtypes import NARROWED
-from fanin._tiles import are_apart, tilings
 from fanin.errors import PeerError
 
 ROUNDED = "rounded to"

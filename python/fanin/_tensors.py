@@ -353,7 +353,7 @@ class Described:
         #: Of the array; 0 if it is empty.
         self.address = address
         self._buffers = buffers
-        #: Whether there was a pull, and what is kept for others (:mod:`fanin._prepared`).
+        #: Whether there was a pull, and what is kept for others (:mod:`fanin._puller`).
         self.used = False
         self.prepared: Any = None
 

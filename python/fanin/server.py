@@ -31,7 +31,7 @@ from ._tensors import PackedTensors, Shard, pack
 from .errors import ProcessError, RequestError, StateError
 
 if TYPE_CHECKING:
-    from ._metrics_page import MetricsPage
+    from ._exporter import MetricsPage
 
 
 #: Counters since creation, and gauges, by the names of ``fanin_server_stats``: ``pulls_good``,
@@ -483,7 +483,7 @@ class Server(ClosableHandle):
             OSError: it cannot listen there.
             StateError: the server is closed.
         """
-        from ._metrics_page import MetricsPage  # an HTTP server takes its time to be imported
+        from ._exporter import MetricsPage  # an HTTP server takes its time to be imported
 
         self.prometheus()
         server = weakref.ref(self)

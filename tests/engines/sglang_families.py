@@ -150,8 +150,7 @@ def bits(tensor: Any) -> Any:
 
 def run(name: str) -> Iterator[dict[str, Any]]:
     import fanin.sglang.weights as weights
-    from fanin.mapping._configs import config_differences
-    from fanin.mapping._coverage import missed
+    from fanin.mapping._checks import config_differences, missed
     from fanin.sglang import Request, load
     from fanin.sglang.guard import standing
     from fanin.sglang.request import encode

@@ -9,7 +9,7 @@ from typing import Any
 import fanin
 import pytest
 import transformers
-from fanin.mapping._configs import config_differences, refuse_other_config
+from fanin.mapping._checks import config_differences, refuse_other_config
 
 SMALL = {
     "vocab_size": 64,

@@ -19,7 +19,7 @@ from fanin import mapping as maps
 from fanin._digest import box_digest
 from fanin._served import Held, Tensor, compare
 from fanin.mapping import Mapping, MappingError
-from fanin.mapping._coverage import Taken, missed, taken_of
+from fanin.mapping._checks import Taken, missed, taken_of
 from fanin.mapping._held import held_of
 from fanin.vllm import patches, reload
 from vllm.model_executor.model_loader.reload import layerwise

@@ -13,7 +13,7 @@ import fanin
 import pytest
 import torch
 from families import FAMILIES, Engine, Family, Layout, checkpoint
-from fanin.mapping._quantized import explained
+from fanin.mapping._checks import explained
 from fanin.vllm import reload
 from fanin.vllm.weights import Engine as Backend
 from fanin.vllm.weights import InitInfo

@@ -18,8 +18,7 @@ import fanin
 import pytest
 import torch
 from fanin.engine import clients
-from fanin.engine.read_ahead import Prefetch
-from fanin.engine.served_model import ServedModel
+from fanin.engine.served_model import Prefetch, ServedModel
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo, write_info

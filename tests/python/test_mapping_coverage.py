@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 from fanin.engine.trainers import Published
 from fanin.errors import PeerError, RequestError, StateError
-from fanin.mapping._configs import config_differences, refuse_other_config
-from fanin.mapping._coverage import missed, refuse_missed, taken_of
-from fanin.mapping._kept import check_patterns, kept_paths, refuse_idle, refuse_torn
+from fanin.mapping._checks import (
+    check_patterns,
+    config_differences,
+    kept_paths,
+    missed,
+    refuse_idle,
+    refuse_missed,
+    refuse_other_config,
+    refuse_torn,
+    taken_of,
+)
 
 SHAPES = {"qkv": (12, 8), "down": (8, 16), "norm": (8,)}
 

@@ -136,7 +136,7 @@ def misbehave(address: str) -> None:
 
 WITHOUT_DESCRIPTORS = """
 import os, resource, socket, time
-from fanin._metrics_page import MetricsPage
+from fanin._exporter import MetricsPage
 from local_world import PATIENCE, until
 
 page = MetricsPage(lambda: "x 1\\n", "127.0.0.1", 0)

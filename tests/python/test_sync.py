@@ -24,9 +24,9 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
+from fanin.fleet.driver import Wire
 from fanin.fleet.engine_sync import EngineSync
 from fanin.fleet.steps import look
-from fanin.fleet.wire import Wire
 from fanin.info import write_info
 from fanin.sync import EndpointResult, Registry, SyncError
 from fleet import (

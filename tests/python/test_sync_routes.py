@@ -26,7 +26,7 @@ from fanin.errors import (
     RequestError,
     UnreachableError,
 )
-from fanin.fleet.wire import Wire
+from fanin.fleet.driver import Wire
 from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
 from fanin.sync.__main__ import main
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer

@@ -17,9 +17,9 @@ from fanin.errors import (
     error_class,
 )
 
+from .driver import CODES
 from .endpoints import check_seconds
 from .registry import Registry
-from .wire import CODES
 
 # What the server needs beyond the sync's own time to say how it ended.
 _EXTRA = 15.0

@@ -10,11 +10,10 @@ from typing import Any
 
 from fanin._http import Reply
 from fanin.errors import FaninError, PeerError, PullTimeoutError, RequestError, UnreachableError
-from fanin.mapping._kept import check_patterns
+from fanin.mapping._checks import check_patterns
 from fanin.sglang.request import LOADER, TOLD, Request, encode
 
-from .driver import Driver, Pulled, launches
-from .wire import CHECKPOINT, UNSAID, InitInfo, Options
+from .driver import CHECKPOINT, UNSAID, Driver, InitInfo, Options, Pulled, launches
 
 _LOOK = 5.0  # seconds for what answers at once in an engine that lives
 

@@ -24,9 +24,8 @@ from fanin.errors import (
     first_of,
 )
 
-from .driver import Driver, Pulled
+from .driver import Driver, InitInfo, Options, Pulled, Wire
 from .endpoints import DONE, Endpoint, EndpointResult
-from .wire import InitInfo, Options, Wire
 
 _log = logging.getLogger("fanin.sync")
 

@@ -19,8 +19,7 @@ from fanin.errors import (
     UnreachableError,
 )
 
-from .driver import Driver, Pulled, Tell, launches
-from .wire import InitInfo, Options
+from .driver import Driver, InitInfo, Options, Pulled, Tell, launches
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 

@@ -23,7 +23,7 @@ from fanin.info import Target, addresses_of, path_of
 from fanin.names import check_run, check_step
 from fanin.sglang.asking import told_by_sglang
 
-from .driver import Driver
+from .driver import CHECKPOINT, CODES, UNSAID, Driver, InitInfo, Options, Wire
 from .endpoints import (
     PAUSE_MODES,
     PREFETCH,
@@ -48,10 +48,8 @@ from .engine_sync import (
     failure,
 )
 from .engine_vllm import VLLM
-from .quantization import Run, Wanted, wanted_of
 from .restarts import Restarts
-from .steps import run_of, wait_for_step
-from .wire import CHECKPOINT, CODES, UNSAID, InitInfo, Options, Wire
+from .steps import Run, Wanted, run_of, wait_for_step, wanted_of
 
 _log = logging.getLogger("fanin.sync")
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from fanin.errors import FaninError, SupersededError
 
+from .driver import CHECKPOINT
 from .engine_sync import Had
-from .wire import CHECKPOINT
 
 if TYPE_CHECKING:
     from .registry import Registry

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fanin.errors import PeerError, RequestError
-from fanin.mapping._kept import check_patterns
+from fanin.mapping._checks import check_patterns
 from fanin.names import check_run, check_step
 
 from .external_kv import CHOICES

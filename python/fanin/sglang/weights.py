@@ -33,14 +33,22 @@ from fanin.engine.landing import lend, part_of
 from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import FaninError, PeerError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
-from fanin.mapping._configs import enlarged, refuse_other_config
-from fanin.mapping._coverage import Taken, missed, refuse_missed, taken_of
-from fanin.mapping._kept import KEEP, kept_paths, refuse_idle, refuse_published, refuse_torn
-from fanin.mapping._quantized import (
+from fanin.mapping._checks import (
+    KEEP,
+    Taken,
+    enlarged,
     explained,
+    kept_paths,
+    missed,
     quantization_of,
     read_quantization,
+    refuse_idle,
+    refuse_missed,
+    refuse_other_config,
     refuse_other_quantization,
+    refuse_published,
+    refuse_torn,
+    taken_of,
 )
 
 from .guard import standing

@@ -293,7 +293,7 @@ def _bits(scale: float) -> int:
 def _launch(kind: _Kind, is_aligned: bool, table: Any) -> None:
     import triton.language as tl
 
-    from fanin.torch._kernel_merge import added
+    from fanin.torch._kernels import added
 
     experts, down, along = kind.extent
     tiles = -(-down // _ROWS) * -(-along // _COLUMNS)

@@ -72,7 +72,7 @@ def _has_triton() -> bool:
     global _triton
     if _triton is None:
         try:
-            import fanin.torch._kernel8  # noqa: F401
+            import fanin.torch._kernels  # noqa: F401
 
             _triton = True
         except ImportError as error:
@@ -127,7 +127,7 @@ class Launches:
         self._launch(True, 2)
 
     def _launch(self, is_shared: bool, work: int) -> None:
-        from fanin.torch._kernel8 import bands, blocks
+        from fanin.torch._kernels import bands, blocks
 
         for (shared, by_row, kind, masked, (rows, along)), table in self._tables:
             if shared is not is_shared:

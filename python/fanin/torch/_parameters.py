@@ -19,7 +19,6 @@ from fanin._dtypes import torch_dtype
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError, StateError
 from fanin.torch._blocks import Order, Split, layout, normal_index, place, slice_boxes
-from fanin.torch._derived import Stages
 from fanin.torch._fsdp import UNSHARDED, is_unsharded
 from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
 from fanin.torch._quantized import Derived, Quantizer, Source
@@ -41,6 +40,7 @@ from fanin.torch._transform import (
     Batch,
     Computing,
     Maker,
+    Stages,
     Transform,
     boxes_of,
     computed,

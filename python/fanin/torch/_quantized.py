@@ -18,9 +18,9 @@ from fanin._tensors import Box, Shard
 from fanin.errors import RequestError
 from fanin.torch._blocks8 import Shared, begun, touched
 from fanin.torch._cast8 import Room, cast, maxima, scales_of
-from fanin.torch._derived import Want, allocate
 from fanin.torch._formats import F8, Format
 from fanin.torch._launch8 import Job, Launches, can_launch
+from fanin.torch._transform import Want, allocate
 
 __all__ = ["Derived", "Entry", "Quantizer"]
 

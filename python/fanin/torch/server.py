@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -12,15 +14,14 @@ import torch
 from fanin._options import option, takes
 from fanin.errors import RequestError
 from fanin.server import Server, publication_of
-from fanin.torch._adapters import choose_adapter, find_adapter
 from fanin.torch._common import Common
 from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, metadata_of
-from fanin.torch._names import NamesFunction
+from fanin.torch._fsdp import refuse_fsdp1, sharding_of
+from fanin.torch._names import PREFIX, NamesFunction, on_disk, parse, unknown_part
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source
 from fanin.torch._replicas import At
-from fanin.torch._scales import Scales
-from fanin.torch._tree import Found
+from fanin.torch._tree import BUFFER, PARAMETER, Found, Item, root_of, walk, walk_buffers
 from fanin.torch._union import ranks_text
 
 
@@ -212,3 +213,205 @@ class AdapterServer(Publisher):
         if metadata != run.metadata:  # which says what biases are the adapter's
             change = run.parameters.look(anew=True)
         return change._replace(metadata=metadata)
+
+
+# ------------------------------------------------------------------------------------------- scales
+# Whether PEFT's layers compute with the scales that engines will take from the configuration.
+
+
+_SCALED = re.compile(r"(.*)\.lora_(?:embedding_)?B(?:\.|$)")
+
+
+def _scale(alpha: Any, rank: Any, config: Mapping[str, Any]) -> float:
+    return float(alpha) / (math.sqrt(float(rank)) if config.get("use_rslora") else float(rank))
+
+
+def _of_layer(config: Mapping[str, Any], pattern: str, default: str, name: str) -> Any:
+    """As PEFT does: of the patterns the first that fits the end of the layer's name."""
+    for key, value in (config.get(pattern) or {}).items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return config[default]
+
+
+def _told(path: str, config: Mapping[str, Any]) -> float:
+    """The scale of the layer of that path by the configuration."""
+    name = on_disk(path).removeprefix(PREFIX)
+    alpha = _of_layer(config, "alpha_pattern", "lora_alpha", name)
+    return _scale(alpha, _of_layer(config, "rank_pattern", "r", name), config)
+
+
+class Scales:
+    """The scales of an adapter's layers."""
+
+    def __init__(self, adapter: str | None) -> None:
+        self._adapter = adapter
+        self._layers: list[tuple[str, Any]] = []
+        self._passed: tuple[list[float], Mapping[str, Any]] | None = None
+
+    def look(self, root: Any) -> None:
+        """Finds the layers: those of PEFT's that have a scale for the adapter."""
+        self._passed = None
+        self._layers = [
+            (path, module)
+            for path, module in root.named_modules()
+            if all(
+                isinstance(told := getattr(module, name, None), Mapping) and self._adapter in told
+                for name in ("scaling", "r", "lora_alpha")
+            )
+        ]
+
+    def of(self, path: str, config: Callable[[], Mapping[str, Any] | None]) -> float:
+        """What the parameter of that path is multiplied by: lora_B by its layer's scale, of PEFT's
+        layers as they compute, of others as *config* tells."""
+        found = _SCALED.match(path)
+        if found is None:
+            return 1.0
+        layers = dict(self._layers)
+        if found[1] in layers:
+            return float(layers[found[1]].scaling[self._adapter])
+        return _told(found[1], config() or {})
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """RequestError: a layer was given a scale that *config* does not tell (by ``set_scale()``,
+        or by ``hotswap_adapter()``, which leaves the model's configuration as it was).
+
+        A ``lora_alpha`` that was changed by hand, under layers that are as they were made, is taken
+        at its word.
+        """
+        # Tensors where PEFT prepared them for compiled swaps. Readers wait for what is done here.
+        scales = [float(layer.scaling[self._adapter]) for _, layer in self._layers]
+        if (scales, config) == self._passed:
+            return
+        ranks = {config.get("r"), *(config.get("rank_pattern") or {}).values()}
+        for (path, layer), scale in zip(self._layers, scales, strict=True):
+            rank = layer.r[self._adapter]
+            made = _scale(layer.lora_alpha[self._adapter], rank, config)
+            # PEFT pads ranks, and raises the configuration's, without a word to the layer.
+            if rank not in ranks or not math.isclose(scale, made, rel_tol=1e-6):
+                _refuse_other(path, scale, config)
+        self._passed = scales, config
+
+
+def _refuse_other(path: str, scale: float, config: Mapping[str, Any]) -> None:
+    told = _told(path, config)
+    if not math.isclose(scale, told, rel_tol=1e-6):
+        raise RequestError.make(
+            f"PEFT computes '{path}' with the scale {scale:g}, and the adapter's configuration "
+            f"gives {told:g}",
+            "undo set_scale() or scale_layer(), or set lora_alpha in the model's peft_config, "
+            "which hotswap_adapter() leaves as it was",
+            key=path,
+        )
+
+
+# -------------------------------------------------------------------------------------- adapters
+
+
+def adapters_of(model: Any) -> list[str]:
+    """PEFT's names of the adapters that the module tree holds, sorted."""
+    found = set()
+    for _, _, _, path in walk(root_of(model)):
+        parsed = parse(path)
+        if parsed is not None and parsed.adapter is not None:
+            found.add(parsed.adapter)
+    return sorted(found)
+
+
+def choose_adapter(model: Any, wanted: str | None, active: list[str]) -> str | None:
+    """The adapter to publish; None if parameters carry no adapter's name.
+
+    ``active`` are the adapters that PEFT says are active. RequestError: there is no adapter of
+    that name, or nothing tells which one of several.
+    """
+    found = adapters_of(model)
+    listed = ", ".join(repr(name) for name in found)
+    if wanted is not None:
+        if found and wanted not in found:
+            raise RequestError.make(
+                f"the model has no adapter {wanted!r}", f"its adapters are: {listed}"
+            )
+        return wanted if found else None
+    if len(found) <= 1:
+        return found[0] if found else None
+    current = [name for name in active if name in found]
+    if len(current) == 1:
+        return current[0]
+    raise RequestError.make(
+        f"the model has several adapters: {listed}", "say which one by adapter="
+    )
+
+
+def _is_trained_bias(path: str, bias: str, layers: set[str]) -> bool:
+    if bias == "none" or not path.endswith("bias") or ".original_module." in path:
+        return False
+    if bias == "all":
+        return path == "bias" or path.endswith(".bias")
+    return path.removesuffix(".base_layer.bias") in layers
+
+
+def _refuse_unknown(path: str, adapter: str | None) -> None:
+    part = unknown_part(path, adapter)
+    if part is not None:
+        raise RequestError.make(
+            f"'{path}' belongs to the adapter, and what it is to it is not known ({part})",
+            "train without the option of LoraConfig that adds it, for engines would compute "
+            "without it",
+            key=path,
+        )
+
+
+def _is_tied(root: Any, path: str) -> bool:
+    """Whether it is the trained tokens of another layer, which PEFT saves there only."""
+    layer = root.get_submodule(path.rpartition("trainable_tokens_delta")[0].removesuffix("."))
+    return getattr(layer, "tied_adapter", None) is not None
+
+
+def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
+    """The adapter's parameters, the biases that PEFT trains with it, and the persistent buffers of
+    modules that it saves whole."""
+    refuse_fsdp1(root)
+    record_of = sharding_of(root)
+    items: list[Item] = []
+    biases: list[tuple[Any, str, str]] = []
+    layers: set[str] = set()
+    names: dict[str, str] = {}
+
+    def add(owner: Any, attribute: str, path: str, name: str, kind: str = PARAMETER) -> None:
+        if name in names:
+            raise RequestError.make(
+                f"'{names[name]}' and '{path}' would both be published as '{name}'",
+                "give the AdapterServer the model that holds the adapter once",
+            )
+        names[name] = path
+        record = record_of(owner, attribute, path) if kind == PARAMETER else None
+        items.append(Item(path, name, owner, attribute, record, kind))
+
+    for owner, attribute, _, path in walk(root):
+        parsed = parse(path)
+        if parsed is None:
+            _refuse_unknown(path, adapter)
+            if bias != "none" and attribute == "bias":
+                biases.append((owner, attribute, path))
+        elif parsed.part == "trainable_tokens_delta" and _is_tied(root, path):
+            continue
+        elif parsed.adapter is None or parsed.adapter == adapter:
+            add(owner, attribute, path, parsed.name)
+            layers.add(path[: path.rfind(f".{parsed.part}")])
+    for owner, attribute, _, path in walk_buffers(root):
+        parsed = parse(path)
+        if parsed is None:
+            _refuse_unknown(path, adapter)
+        elif parsed.part == "modules_to_save" and parsed.adapter == adapter:
+            add(owner, attribute, path, parsed.name, BUFFER)
+    for owner, attribute, path in biases:
+        if _is_trained_bias(path, bias, layers):
+            add(owner, attribute, path, on_disk(path))
+    if not items:
+        raise RequestError.make(
+            f"no LoRA parameters in {type(root).__name__}"
+            + (f" for adapter {adapter!r}" if adapter else ""),
+            "give the model that PEFT made; parameters are found by names as "
+            "'...lora_A.<adapter>.weight'",
+        )
+    return Found(items, [])

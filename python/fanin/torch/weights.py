@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
+import re
 import secrets
+import sys
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -23,7 +26,6 @@ from fanin.server import publication_of
 from fanin.torch._blocks8 import shared_blocks
 from fanin.torch._config import model_config
 from fanin.torch._formats import format_of
-from fanin.torch._kept import KEEP_F32, kept_in_f32
 from fanin.torch._meeting import Meeting
 from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
@@ -32,7 +34,9 @@ from fanin.torch._proof import Proof, layouts_of
 from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source, cause_of
 from fanin.torch._quantized import Quantizer
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
+from fanin.torch._state import State
 from fanin.torch._transform import Cut, Transform
+from fanin.torch._tree import BUFFER, Item, root_of
 from fanin.torch._union import (
     Entry,
     Table,
@@ -544,3 +548,47 @@ def _changed(run: OneRun, name: str, before: Entry | None, now: Entry | None) ->
     else:
         text = f"this rank holds other parts of '{name}' than those that the ranks agreed on"
     return StateError.make(text, _REFRESH, key=name)
+
+
+# ----------------------------------------------------------------------------------- kept in F32
+
+
+KEEP_F32 = "keep_f32"
+"""The pair of a publication's metadata that names them, one a line."""
+
+_ATTRIBUTES = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+
+
+def kept_in_f32(
+    model: Any, config: str | None, states: Iterable[tuple[Item, State]]
+) -> frozenset[str]:
+    """Published names of the F32 tensors among *states* that the model keeps in F32.
+
+    config: JSON of its configuration. Where the model is no class of transformers (Megatron's),
+    the class that the configuration names tells, if transformers is loaded.
+    """
+    patterns = _patterns(root_of(model), config)
+    told = re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in sorted(patterns)))
+    kept = set()
+    for item, state in states:
+        if state.dtype is not torch.float32:
+            continue
+        for part in state.slices:
+            named = patterns and any(told.search(name) for name in (item.path, item.name, part.key))
+            if named or item.kind == BUFFER:
+                kept.add(part.key)
+    return frozenset(kept)
+
+
+def _patterns(root: Any, config: str | None) -> set[str]:
+    owners = [*root.modules()]
+    transformers = sys.modules.get("transformers")
+    for name in json.loads(config or "{}").get("architectures") or ():
+        owners.append(getattr(transformers, str(name), None))
+    return {
+        str(one)
+        for owner in owners
+        for attribute in _ATTRIBUTES
+        for one in getattr(owner, attribute, None) or ()
+        if one
+    }

@@ -30,27 +30,26 @@ from fanin.config import inference_setting
 from fanin.engine.clients import Source
 from fanin.engine.deltas import Asking, check_deltas, counts
 from fanin.engine.landing import Landing, Summary
-from fanin.engine.read_ahead import Prefetch
-from fanin.engine.served_model import ServedModel
+from fanin.engine.served_model import Prefetch, ServedModel
 from fanin.engine.trainers import Published, Trainer, without
 from fanin.engine.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
 from fanin.mapping import Mapping, MappingError, Recording
-from fanin.mapping._configs import refuse_other_config
-from fanin.mapping._coverage import missed, refuse_missed, taken_of
-from fanin.mapping._kept import (
+from fanin.mapping._checks import (
     KEEP,
     check_patterns,
-    kept_paths,
-    refuse_idle,
-    refuse_published,
-    refuse_torn,
-)
-from fanin.mapping._quantized import (
     explained,
+    kept_paths,
+    missed,
     quantization_of,
     read_quantization,
+    refuse_idle,
+    refuse_missed,
+    refuse_other_config,
     refuse_other_quantization,
+    refuse_published,
+    refuse_torn,
+    taken_of,
 )
 from fanin.vllm import beside, guard, patches, reload
 from fanin.vllm.landings import LoaderLanding, MappedLanding, with_neighbours

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed's store, where the process that keeps it stands still. No PyTorch."""
+"""torch.distributed's store, where the process that keeps it stands still."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from fanin.torch import _store
+from fanin.torch import _world
 
 
 class Still:
@@ -24,15 +24,15 @@ class Still:
 
 
 def test_a_store_that_stands_still(monkeypatch, caplog):
-    monkeypatch.setattr(_store, "_QUIET", 0.05)
-    monkeypatch.setattr(_store, "_WAIT", 0.2)
+    monkeypatch.setattr(_world, "_QUIET", 0.05)
+    monkeypatch.setattr(_world, "_WAIT", 0.2)
     below = Still()
-    store = _store.Store(below, 3)
+    store = _world.Store(below, 3)
     with pytest.raises(RuntimeError, match="nothing came in 0 s"):
         store.set("a", "1")
     (line,) = caplog.messages
     assert "rank 3 waits for torch.distributed's store to answer" in line
-    monkeypatch.setattr(_store, "_WAIT", 60.0)
+    monkeypatch.setattr(_world, "_WAIT", 60.0)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="it is silent"):  # who has given up is not asked again
         store.check(["a"])
