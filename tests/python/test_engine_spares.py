@@ -76,15 +76,19 @@ def test_not_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_left(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    assert list(memory_left(meminfo, tmp_path)) == []
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert list(memory_left(meminfo, tmp_path)) == [7 * 1024]
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert list(memory_left(meminfo, tmp_path)) == [7 * 1024]
-    (tmp_path / "memory.current").write_text("400\n")
-    assert list(memory_left(meminfo, tmp_path)) == [7 * 1024, 600]
+    proc, group = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
+    proc.mkdir()
+    group.mkdir(parents=True)
+    assert list(memory_left(tmp_path)) == []
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
+    (group / "memory.current").write_text("400\n")
+    (group / "memory.stat").write_text("anon 70\ninactive_file 20\nactive_file 3\nshmem 90\n")
+    (group / "memory.max").write_text("max\n")
+    assert list(memory_left(tmp_path)) == [7 * 1024]
+    (group / "memory.max").write_text("1000\n")
+    assert list(memory_left(tmp_path)) == [7 * 1024, 623], "files' pages are given back"
+    (group / "memory.stat").unlink()
+    assert list(memory_left(tmp_path)) == [7 * 1024]
     assert has_room(tmp_path, 1) and not has_room(tmp_path / "none", 1)
     found = os.statvfs(tmp_path)
     assert not has_room(tmp_path, (found.f_bavail + 1) * found.f_frsize)

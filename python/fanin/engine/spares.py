@@ -19,8 +19,6 @@ from typing import Any
 _ADAPTERS = 3
 """So many adapters have to fit into what is free: the pull's own file, the spare one, one more."""
 
-_CGROUP = Path("/sys/fs/cgroup")
-
 
 class Spares:
     """Which client pulled which run last, and how much that was. Any thread.
@@ -62,16 +60,23 @@ def has_room(folder: Path, size: int) -> bool:
     return found.f_bavail * found.f_frsize >= size and all(left >= size for left in memory_left())
 
 
-def memory_left(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> Iterator[int]:
-    """Bytes that the host has available, and that the container may take, as far as they are told.
+def memory_left(root: Path = Path("/")) -> Iterator[int]:
+    """Bytes that the host has available, and that this process' container may take, as far as they
+    are told. A file that cannot be read sets no limit.
 
-    cgroup: of version 2, as a container sees its own. A file that cannot be read sets no limit.
+    Args:
+        root: the folder of the kernel's files; the group is one of version 2, as a container sees
+            its own.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        most = (cgroup / "memory.max").read_text().strip()
-        if most != "max":
-            yield int(most) - int((cgroup / "memory.current").read_text())
+    group = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        # What the kernel keeps of files is given back when it is wanted.
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith(("inactive_file ", "active_file ")):
+                left += int(line.split()[1])
+        yield max(left, 0)

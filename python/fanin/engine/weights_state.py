@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fanin.engine.spares import memory_left
 from fanin.errors import HostError
 
 METHOD = "fanin_weights_state"
@@ -52,7 +53,7 @@ def require_host_room(wanted: int, workers: int, root: Path = Path("/")) -> None
     Args:
         root: the folder of the files that say how much memory there is.
     """
-    free = _available(root)
+    free = min(memory_left(root), default=None)
     if free is not None and wanted * workers > free * _SHARE:
         raise HostError.make(
             f"{wanted / 1e9:.1f} GB for each of {workers} workers, and {free / 1e9:.1f} GB of host"
@@ -60,33 +61,3 @@ def require_host_room(wanted: int, workers: int, root: Path = Path("/")) -> None
             "update without prefetch",
             key="prefetch",
         )
-
-
-def _available(root: Path) -> int | None:
-    """Bytes that the host, and the group of processes that this one is in, can still have."""
-    found = [_of_host(root / "proc/meminfo"), _of_group(root / "sys/fs/cgroup")]
-    known = [free for free in found if free is not None]
-    return min(known) if known else None
-
-
-def _of_host(path: Path) -> int | None:
-    try:
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _of_group(path: Path) -> int | None:
-    try:
-        most = int((path / "memory.max").read_text())
-        used = int((path / "memory.current").read_text())
-        cache = 0  # what the kernel keeps of files is given back when it is wanted
-        for line in (path / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "active_file ")):
-                cache += int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return max(most - used + cache, 0)
