@@ -12,7 +12,7 @@ made.
 
 from __future__ import annotations
 
-from ._library import __version__
+from ._library import __version__, sweep_adapter_directory, trace
 from ._records import (
     Entry,
     Owner,
@@ -24,9 +24,7 @@ from ._records import (
     RankState,
     WatchEvent,
 )
-from ._sweep import sweep_adapter_directory
 from ._tensors import Box, PackedTensors, Shard, pack, shard_of
-from ._trace import trace
 from .client import Client
 from .errors import (
     CancelledError,

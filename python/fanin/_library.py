@@ -12,6 +12,8 @@ import ctypes
 import importlib.util
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +258,55 @@ def check(status: int, error: _ffi.Error) -> None:
         sys_errno=error.sys_errno,
         ucx_status=error.ucx_status,
     )
+
+
+def sweep_adapter_directory(directory: str | os.PathLike[str]) -> int:
+    """Removes what pulls into *directory* have left that were killed; how many adapters.
+
+    These are this user's half-made adapters and lock files, if nobody holds the lock of that name.
+    Pulls do it themselves in the directory that they write to. Removes nothing from filesystems
+    that other hosts share. Waits for nobody, blocks as long as deleting takes; any thread.
+
+    Raises:
+        RequestError: other users may rename what lies there.
+        HostError: it cannot be read.
+    """
+    path = os.fsencode(directory)
+    if b"\0" in path:
+        raise RequestError.make(f"the directory is {directory!r}, not a path")
+    removed = ctypes.c_uint64()
+    error = new_error()
+    status = library().fanin_sweep_adapter_directory(
+        path, ctypes.byref(removed), ctypes.byref(error)
+    )
+    check(status, error)
+    return removed.value
+
+
+@contextmanager
+def trace(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Writes a trace of what servers and clients of this process do inside the block.
+
+    The file is made (mode 0600) and must not be there. It is Chrome's trace event format, for
+    ui.perfetto.dev: a row a thread, and one a rank that it pulls from. One trace a process; without
+    changing code, ``FANIN_TRACE=DIR`` in the environment gives each process a file of its own
+    there.
+
+    Raises:
+        RequestError: no path, or the file is there.
+        StateError: this process has a trace already.
+        HostError: it cannot be made or written. An exception of the block goes before the error of
+            an incomplete file.
+    """
+    if not isinstance(file, (str, os.PathLike)):
+        raise RequestError.make(
+            f"file is {type(file).__name__}, not a path", "give a str or a Path"
+        )
+    start, error = library().fanin_trace_start, new_error()
+    check(start(c_string(os.fspath(file), "file"), ctypes.byref(error)), error)
+    try:
+        yield
+    except BaseException:
+        library().fanin_trace_stop(None)
+        raise
+    check(library().fanin_trace_stop(ctypes.byref(error)), error)

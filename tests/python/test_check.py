@@ -14,8 +14,8 @@ import fanin
 import fanin.check
 import pytest
 from fanin import HostError, PeerError, RequestError
-from fanin._check_command import main
 from fanin._served import Held, Layout, digests_of
+from fanin.check import main
 
 ANSWERS: dict[str, Any] = {
     "/weight_checker": {"checksums": {"a": "1"}},

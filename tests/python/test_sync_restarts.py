@@ -10,7 +10,7 @@ from functools import partial
 
 import fanin.fleet.registry as registry_module
 import pytest
-from fanin.fleet.restarts import Restarts
+from fanin.fleet.engine_sync import Restarts
 from fanin.sync import Registry
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer, registry_of
 from local_world import until

@@ -49,7 +49,7 @@ def _exporter(as_json: bool, *words: str) -> int:
 def _verify(as_json: bool, timeout: str, *words: str) -> int:
     """What an engine serves against what ranks train. Both have chosen names in what is said."""
     what = "cannot verify"
-    check = _package(what, "fanin._check_command")
+    check = _package(what, "fanin.check")
     said = io.StringIO(), io.StringIO()
 
     late = Failed("TIMEOUT", what, "the engine is not done", "give a longer --timeout")

@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fanin import check
 from fanin._otel import span
@@ -20,12 +22,16 @@ from fanin.errors import (
     PeerError,
     PullTimeoutError,
     StateError,
+    SupersededError,
     UnreachableError,
     first_of,
 )
 
-from .driver import Driver, InitInfo, Options, Pulled, Wire
+from .driver import CHECKPOINT, Driver, InitInfo, Options, Pulled, Wire
 from .endpoints import DONE, Endpoint, EndpointResult
+
+if TYPE_CHECKING:
+    from .registry import Registry
 
 _log = logging.getLogger("fanin.sync")
 
@@ -496,3 +502,63 @@ def failure(sync: EngineSync, error: BaseException) -> EndpointResult:
     code = error.name if isinstance(error, FaninError) else "FANIN_ERR_INTERNAL"
     version = record.version if record.dirty else record.version or sync.seen
     return sync.telling(error=told, paused=record.paused, version=version, code=code)
+
+
+# --------------------------------------------------------------- engines that were started again
+
+
+_EVERY = 2.0  # seconds between two looks
+_AGAIN = 30.0  # after one that failed
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Looks at the engines of a registry, in a thread that ends with it. One thread.
+
+    Args:
+        every: seconds between two looks.
+        token: what engines are taken by that are given a step here.
+    """
+
+    registry: weakref.ref[Registry]
+    every: float = _EVERY
+    token: object = field(default_factory=object)
+    _later: dict[str, float] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Raises RuntimeError if the process gets no thread."""
+        threading.Thread(target=self._watch, name="fanin-restarts", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.every)
+            registry = self.registry()
+            if registry is None:
+                return
+            try:
+                self.look(registry)
+            except Exception:  # a bug must not end the watch
+                _log.exception("fanin.sync: looking for restarted engines")
+            del registry
+
+    def look(self, registry: Registry) -> None:
+        """Once: asks all engines that have got a step, and brings it to those that have lost it."""
+        lost: dict[Had, list[str]] = defaultdict(list)
+        for url, had, version in registry._versions():
+            if version == CHECKPOINT and time.monotonic() >= self._later.get(url, 0.0):
+                lost[had].append(url)
+        for had, urls in lost.items():
+            self._bring(registry, had, urls)
+
+    def _bring(self, registry: Registry, had: Had, urls: Sequence[str]) -> None:
+        _log.warning("fanin.sync: started again, gets %s: %s", had.version, ", ".join(urls))
+        deadline = time.monotonic() + registry.timeout
+        rest = registry._choose(None, urls), self.token
+        try:
+            try:
+                registry._bring(*rest, had.run, had.step, had.version, had.options, deadline)
+            except SupersededError:
+                registry._bring(*rest, had.run, None, None, had.options, deadline)
+        except FaninError as error:
+            self._later.update(dict.fromkeys(urls, time.monotonic() + _AGAIN))
+            _log.warning("fanin.sync: tried again in %.0f s: %s", _AGAIN, error)

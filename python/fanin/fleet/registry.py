@@ -44,11 +44,11 @@ from .engine_sync import (
     LeaveAlone,
     Plan,
     Record,
+    Restarts,
     Trained,
     failure,
 )
 from .engine_vllm import VLLM
-from .restarts import Restarts
 from .steps import Run, Wanted, run_of, wait_for_step, wanted_of
 
 _log = logging.getLogger("fanin.sync")

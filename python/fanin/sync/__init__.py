@@ -19,8 +19,7 @@ from __future__ import annotations
 from fanin.fleet.client import SyncClient
 from fanin.fleet.endpoints import Endpoint, EndpointResult, SyncError, SyncResult
 from fanin.fleet.registry import Registry
-from fanin.fleet.service import Service
-from fanin.fleet.serving import SyncServer, asgi_app
+from fanin.fleet.service import Service, SyncServer, asgi_app
 from fanin.fleet.steps import wait_for_step
 from fanin.fleet.transport import TransportBackend
 

@@ -19,8 +19,6 @@ import torch
 
 from fanin.torch._blocks8 import Grid, touched
 
-__all__ = ["FLOOR", "NAN", "RECIPROCAL", "Room", "cast", "maxima", "scales_of"]
-
 FLOOR = 1e-4
 RECIPROCAL = 0.0022321429569274187
 """1/448 rounded to F32."""

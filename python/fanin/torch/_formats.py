@@ -15,8 +15,6 @@ from fanin._quantization import LISTS, QUANTIZATION, SCALES, WEIGHT, is_fit
 from fanin.errors import RequestError
 from fanin.torch._union import Whole
 
-__all__ = ["F8", "SOURCES", "Format", "format_of", "scales_among"]
-
 F8 = "F8_E4M3"
 SOURCES = ("BF16", "F32", "F16")
 """What is rounded to fp8: to BF16 first."""

@@ -14,8 +14,6 @@ import torch
 
 from fanin.torch._blocks8 import begun, touched
 
-__all__ = ["Job", "Launches", "can_launch"]
-
 _log = logging.getLogger("fanin.torch")
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _MOST = 1 << 15

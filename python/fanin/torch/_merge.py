@@ -20,10 +20,19 @@ from fanin._cover import Part
 from fanin.errors import RequestError
 from fanin.torch._config import active_adapters, holder_of, kinds_of
 from fanin.torch._factors import Factors, Found, Place, found_in
-from fanin.torch._fused import Plan, Sums, can_fuse, is_proven, is_tf32, noise_like, planned
+from fanin.torch._fused import (
+    Plan,
+    Steady,
+    Step,
+    Sums,
+    can_fuse,
+    is_proven,
+    is_tf32,
+    noise_like,
+    planned,
+)
 from fanin.torch._packed4 import unpack4
 from fanin.torch._state import State, refuse_kind
-from fanin.torch._steady import Steady, Step
 from fanin.torch._transform import Batch, Cut, Parted, Transform, Values, parted, parts_of
 from fanin.torch._tree import Item, root_of
 

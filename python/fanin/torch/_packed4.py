@@ -16,8 +16,6 @@ from fanin._cover import Part
 from fanin.errors import RequestError, StateError
 from fanin.torch._transform import Cut, Parted, parted, parts_of
 
-__all__ = ["is_packed4", "unpack4"]
-
 _LINEAR = ("bitsandbytes.nn.modules", "Linear4bit")
 _MOST = 4 << 20
 """Elements that are dequantized at a time; blocks have a power of two, at most 4,096."""

@@ -22,8 +22,6 @@ from fanin.torch._formats import F8, Format
 from fanin.torch._launch8 import Job, Launches, can_launch
 from fanin.torch._transform import Want, allocate
 
-__all__ = ["Derived", "Entry", "Quantizer"]
-
 _log = logging.getLogger("fanin.torch")
 
 Reduce = Callable[[Any], Callable[[], None]]
