@@ -88,7 +88,6 @@ _OTHER_VARIABLES = frozenset(
         *("FANIN_TRUST_CONTAINERS", "FANIN_TRUST_OTHER_USERS", "FANIN_INSECURE"),
     )
 )
-_GONE = ("FANIN_STRANGER_SHARE", "FANIN_OWN_SHARE")
 _LORA = "model.lora"
 
 _log = logging.getLogger("fanin.config")
@@ -364,8 +363,6 @@ class _Settings:
         parts = (TrainerConfig, OrchestratorConfig, InferenceConfig)
         known = {one.variable for part in parts for one in settings_of(part).values()}
         mine = [one.variable for one in self.options.values() if one.variable is not None]
-        for name in environ.keys() & set(_GONE):
-            _log.warning("environment: %s has no effect any more: that limit is fixed", name)
         for name in environ:
             if name.startswith("FANIN_") and name not in known | _OTHER_VARIABLES:
                 near = difflib.get_close_matches(name, mine, n=1, cutoff=0.85)

@@ -417,13 +417,6 @@ def test_what_is_refused(options: Any, text: str) -> None:
         served(random_model("qwen3-moe"), **options)
 
 
-def test_a_pytorch_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "float8_e4m3fn")
-    with pytest.raises(RequestError, match="needs torch.float8_e4m3fn, which PyTorch") as caught:
-        served(module_of({"a.weight": torch.randn(8, 8)}))
-    assert "on every rank" in caught.value.remedy
-
-
 def test_scales_that_the_model_has_itself() -> None:
     model = module_of({"a.weight": torch.randn(8, 8), "a.weight_scale_inv": torch.ones(1, 1)})
     with pytest.raises(RequestError, match="would publish scales under this name"):

@@ -212,10 +212,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_a_misspelt_variable_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fanin.config"):
-        trainer_config(environ={"FANIN_OWN_SHARE": "30"})
         inference_config({"FANIN_KEEP_ADAPTER": "3", "FANIN_LIBRARY": "x", "FANIN_PORT": "1"})
     assert [record.getMessage() for record in caplog.records] == [
-        "environment: FANIN_OWN_SHARE has no effect any more: that limit is fixed",
         "environment: FANIN_KEEP_ADAPTER is unknown and has no effect;"
         " did you mean FANIN_KEEP_ADAPTERS?",
     ]

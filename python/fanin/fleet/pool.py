@@ -22,7 +22,6 @@ from fanin.errors import (
     FaninError,
     RequestError,
     UnreachableError,
-    status_name,
 )
 from fanin.info import (
     Target,
@@ -34,6 +33,7 @@ from fanin.info import (
 )
 from fanin.names import AdapterName, check_run, check_step, parse
 
+from .driver import CODES
 from .steps import newest_step
 
 LOAD_PATH = "/load_lora_adapter_nixl"
@@ -43,7 +43,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _CANCELLED = "the update was cancelled"
 # An answer may still arrive so long after the deadline that the engines were given.
 _GRACE = 0.5
-_CODES = {status_name(code): code for code in range(-699, -99)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class PoolError(FaninError):
         step: int | None = None,
     ) -> PoolError:
         """The error that names each of *failures*."""
-        codes = [_CODES[f.code] for f in failures.values() if f.code in _CODES]
+        codes = [CODES[f.code] for f in failures.values() if f.code in CODES]
         told = "; ".join(f"{engine}: {failure}" for engine, failure in failures.items())
         error = cls.make(
             f"{len(failures)} of {len(failures) + len(loaded)} engines {what}: {told}",

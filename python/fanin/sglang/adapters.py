@@ -33,6 +33,7 @@ from fanin._records import PullResult
 from fanin.client import Client
 from fanin.config import default_cache_dir
 from fanin.engine.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
+from fanin.engine.clients import remaining
 from fanin.engine.directories import Lease, Places
 from fanin.engine.faults import refused_as_too_large
 from fanin.errors import (
@@ -41,7 +42,6 @@ from fanin.errors import (
     HostError,
     NotFoundError,
     PeerError,
-    PullTimeoutError,
     RequestError,
     StaleError,
     UnreachableError,
@@ -257,11 +257,11 @@ class SGLangEngine:
     def _pull(self, name: AdapterName, deadline: float) -> tuple[Lease, PullResult]:
         info = self._resolve()
         with self._client(info, info.world_id) as client:
-            client.connect(info.addresses, timeout=_left(deadline))
+            client.connect(info.addresses, timeout=remaining(deadline))
             world = _world_of(client)
             facts = read_facts(
-                client.catalog(name.run, timeout=_left(deadline)),
-                client.metadata(name.run, timeout=_left(deadline)),
+                client.catalog(name.run, timeout=remaining(deadline)),
+                client.metadata(name.run, timeout=remaining(deadline)),
             )
             check_adapter(facts, name.run)
             path = self._places.choose(world, name.run, name.prefix, name.step)
@@ -271,7 +271,7 @@ class SGLangEngine:
                     name.run,
                     path,
                     step=name.step,
-                    timeout=_left(deadline),
+                    timeout=remaining(deadline),
                     max_bytes=self._max_bytes,
                     trust_config=self._trust_config,
                 )
@@ -296,7 +296,7 @@ class SGLangEngine:
             if info.world_id is not None:
                 return info.world_id == known.pull.world_id
             with self._client(info, None) as client:
-                client.connect(info.addresses, timeout=min(_LOOK, _left(deadline)))
+                client.connect(info.addresses, timeout=min(_LOOK, remaining(deadline)))
                 return _world_of(client) == known.pull.world_id
         except FaninError as error:
             _log.info("%s is here already: %s", known.name, error)
@@ -475,13 +475,6 @@ def _delete(lease: Lease) -> None:
 def _world_of(client: Client) -> str:
     """The world of the ranks that are connected, "" if none is."""
     return next((rank.world_id for rank in client.ranks() if rank.connected), "")
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise PullTimeoutError.make("the time for the load is over", "give it a longer timeout")
-    return left
 
 
 def _succeeded(reply: Reply) -> bool:

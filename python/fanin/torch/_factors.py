@@ -12,12 +12,8 @@ from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-
-try:
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor as _DTensor
-except ImportError:  # a PyTorch without distributed
-    _DTensor = None
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor as _DTensor
 
 MOST = 16 << 20
 """Bytes that are gathered at a time, unless one factor has more. Twice as many are held."""
@@ -99,7 +95,7 @@ class Factors:
         last: dict[Hashable, Group] = {}
         for place in places:
             tensor = place.now()
-            if _DTensor is None or not isinstance(tensor, _DTensor):
+            if not isinstance(tensor, _DTensor):
                 continue
             key = _key_of(tensor) or place
             size = tensor.numel() * tensor.element_size()

@@ -6,17 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule as _Fsdp2
+from torch.distributed.fsdp import FullyShardedDataParallel as _Fsdp1
+
 from fanin.errors import RequestError
-
-try:
-    from torch.distributed.fsdp import FullyShardedDataParallel as _Fsdp1
-except ImportError:  # a PyTorch without distributed
-    _Fsdp1 = None
-
-try:
-    from torch.distributed.fsdp import FSDPModule as _Fsdp2
-except ImportError:
-    _Fsdp2 = None
 
 try:
     from torch.distributed._composable_state import _module_state_mapping as _stateful
@@ -32,7 +25,7 @@ UNSHARDED = (
 
 def refuse_fsdp1(root: Any) -> None:
     for path, module in root.named_modules():
-        if _Fsdp1 is not None and isinstance(module, _Fsdp1):
+        if isinstance(module, _Fsdp1):
             raise RequestError.make(
                 f"module '{path or type(module).__name__}' is sharded by "
                 "FullyShardedDataParallel (FSDP1), whose flat parameters have lost their shapes",
@@ -47,7 +40,7 @@ def fsdp_params(root: Any) -> Iterator[Any]:
 
 def _params_of(modules: Iterable[Any]) -> Iterator[Any]:
     for module in modules:
-        if _Fsdp2 is None or not isinstance(module, _Fsdp2):
+        if not isinstance(module, _Fsdp2):
             continue
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -92,6 +85,6 @@ def sharding_of(root: Any) -> Callable[[Any, str, str], Any]:
     prefixes = tuple(
         f"{path}." if path else ""
         for path, module in root.named_modules()
-        if _Fsdp2 is not None and isinstance(module, _Fsdp2)
+        if isinstance(module, _Fsdp2)
     )
     return lambda owner, attribute, path: path.startswith(prefixes) or None

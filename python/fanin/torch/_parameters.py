@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor as _DTensor
 
 from fanin._cover import Part
 from fanin._dtypes import torch_dtype
@@ -49,11 +50,6 @@ from fanin.torch._transform import (
     values_of,
 )
 from fanin.torch._tree import PARAMETER, FindFunction, Item, Tree, root_of
-
-try:
-    from torch.distributed.tensor import DTensor as _DTensor
-except ImportError:  # a PyTorch without distributed
-    _DTensor = None
 
 OFFLOADED = (
     "pause(run) the run before its memory is offloaded, put to sleep or loaded from a checkpoint, "
@@ -519,7 +515,7 @@ class Parameters:
                 "rank, an AdapterServer by remove_run() and add_run()",
                 key=item.name,
             )
-        spec = param._spec if _DTensor is not None and isinstance(param, _DTensor) else None
+        spec = param._spec if isinstance(param, _DTensor) else None
         if _is_temporary(item, spec):
             raise StateError.make(
                 f"the parameter '{item.path}' is FSDP's temporary unsharded buffer now",
