@@ -2,6 +2,7 @@
 #include "digest.h"
 #include "convert.h"
 
+#include <endian.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -129,17 +130,10 @@ void box_digest_free(box_digest *d)
     free(d);
 }
 
-static void box_digest_put_number(uint8_t *to, uint64_t number)
-{
-    for (int i = 0; i < 8; i++)
-        to[i] = (uint8_t)(number >> (8 * i));
-}
-
 static void add_number(box_digest *d, uint64_t number)
 {
-    uint8_t bytes[8];
-    box_digest_put_number(bytes, number);
-    (void)XXH3_128bits_update(d->pieces, bytes, sizeof bytes);
+    number = htole64(number);
+    (void)XXH3_128bits_update(d->pieces, &number, sizeof number);
 }
 
 static void add_plain(box_digest *d, const uint8_t *data, size_t size)
@@ -196,13 +190,14 @@ void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t conve
 
 void box_digest_add_pieces(box_digest *d, const uint64_t *pieces, uint64_t length)
 {
-    uint64_t left = box_digest_pieces(length);
+    enum { MOST = 512 }; /* one by one takes longer than a GPU needs to make them */
+    uint64_t left = box_digest_pieces(length), numbers[MOST];
     d->length += length;
-    while (left > 0) { /* by way of d->piece, which is empty */
-        size_t n = left < BOX_DIGEST_PIECE / 8 ? (size_t)left : BOX_DIGEST_PIECE / 8;
+    while (left > 0) {
+        size_t n = left < MOST ? (size_t)left : MOST;
         for (size_t i = 0; i < n; i++)
-            box_digest_put_number(d->piece + 8 * i, pieces[i]);
-        (void)XXH3_128bits_update(d->pieces, d->piece, 8 * n);
+            numbers[i] = htole64(pieces[i]);
+        (void)XXH3_128bits_update(d->pieces, numbers, n * sizeof *numbers);
         pieces += n;
         left -= n;
     }
