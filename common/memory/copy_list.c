@@ -11,10 +11,10 @@
 
 digest_list digest_list_in(void *memory, size_t size, uint32_t pieces)
 {
-    size_t entries_at = pieces * (sizeof(uint64_t) + sizeof(digest_piece));
+    size_t entries_at = pieces * (sizeof(uint64_t) + sizeof(digest_row));
     digest_list list = {.digests = memory, .most_pieces = pieces};
     entries_at = (entries_at + 15) / 16 * 16;
-    list.pieces = (digest_piece *)(list.digests + pieces);
+    list.rows = (digest_row *)(list.digests + pieces);
     list.entries = (copy_entry *)(void *)((uint8_t *)memory + entries_at);
     list.most_entries = (uint32_t)((size - entries_at) / sizeof(copy_entry));
     return list;
@@ -28,11 +28,14 @@ void digest_list_cut(digest_list *list)
 /** Of an entry that several pieces share: whole pieces, and few enough for 32 bits. */
 #define LONGEST_RUN (UINT32_C(1) << 30)
 
-static bool begin_piece(digest_list *list, uint32_t entry, uint32_t skip)
+/* One piece, or several of the entry. */
+static bool begin_row(digest_list *list, uint32_t entry, uint32_t skip, uint32_t pieces)
 {
-    if (list->n_pieces == list->most_pieces)
+    if (pieces > list->most_pieces - list->n_pieces)
         return false;
-    list->pieces[list->n_pieces++] = (digest_piece){.first = entry, .skip = skip};
+    list->rows[list->n_rows++] = (digest_row){
+        .first = entry, .skip = skip, .at = list->n_pieces, .pieces = pieces};
+    list->n_pieces += pieces;
     return true;
 }
 
@@ -44,10 +47,10 @@ static bool digest_list_append(digest_list *list, const copy_entry *e)
     return true;
 }
 
-/* Into the last piece, which has room for it. */
+/* Into the last piece, which has room for it and is a row. */
 static bool digest_list_add_entry(digest_list *list, copy_entry e)
 {
-    digest_piece *piece = &list->pieces[list->n_pieces - 1];
+    digest_row *piece = &list->rows[list->n_rows - 1];
     copy_entry *last = piece->count > 0 ? &list->entries[list->n_entries - 1] : NULL;
     uint32_t bytes = (uint32_t)convert_bytes(e.convert, (uint64_t)e.run * e.runs);
     e.to = list->filled;
@@ -73,10 +76,12 @@ static uint64_t add_whole(digest_list *list, uint64_t from, uint64_t run,
                     .convert = convert};
     if (!digest_list_append(list, &e))
         return 0;
-    for (uint32_t skip = 0; skip < e.run; skip += each) {
-        if (!begin_piece(list, list->n_entries - 1, skip))
+    for (uint32_t skip = 0, n; skip < e.run; skip += n * each) {
+        uint32_t left = (e.run - skip) / each;
+        n = left < DIGEST_KERNEL_ROW ? left : DIGEST_KERNEL_ROW;
+        if (!begin_row(list, list->n_entries - 1, skip, n))
             return 0;
-        list->pieces[list->n_pieces - 1].count = 1;
+        list->rows[list->n_rows - 1].count = 1;
     }
     return e.run;
 }
@@ -116,7 +121,7 @@ static bool add_run(digest_list *list, uint64_t from, uint64_t run, uint32_t con
         if (filled == 0 && left >= each) {
             n = add_whole(list, from + done, left, convert);
         } else {
-            if (filled == 0 && !begin_piece(list, list->n_entries, 0))
+            if (filled == 0 && !begin_row(list, list->n_entries, 0, 1))
                 return false;
             n = digest_list_add_part(list, from + done, left, each - filled, convert);
         }
@@ -142,7 +147,7 @@ bool digest_list_add(digest_list *list, uint64_t from, uint64_t run, uint64_t ru
                 return false;
             continue;
         }
-        if (list->filled == 0 && !begin_piece(list, list->n_entries, 0))
+        if (list->filled == 0 && !begin_row(list, list->n_entries, 0, 1))
             return false;
         n = digest_list_add_runs(list, from, run, runs, step, room, convert);
         if (n == 0)

@@ -11,12 +11,12 @@
 
 /* What the digest kernel is told to read: from strided runs to pieces of 4 KiB. Pure. */
 
-/** Digests, pieces and entries in one stretch of memory. Zeroed: no room for any. */
+/** Digests, rows of pieces and entries in one stretch of memory. Zeroed: no room for any. */
 typedef struct digest_list {
     uint64_t *digests; /**< of the pieces, by whoever carries the list out */
-    digest_piece *pieces;
+    digest_row *rows;  /**< room for as many as pieces */
     copy_entry *entries;
-    uint32_t n_pieces, n_entries;
+    uint32_t n_pieces, n_rows, n_entries;
     uint32_t most_pieces, most_entries;
     uint32_t filled; /**< bytes of the last piece; 0: the next byte begins one */
 } digest_list;

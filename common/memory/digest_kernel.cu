@@ -231,22 +231,22 @@ static __device__ uint32_t gather_entry(const copy_entry &e, char *room, uint32_
 }
 
 /* The first entry of a piece, as if it had no other bytes of that run. */
-static __device__ copy_entry first_of(const digest_parameters &p, digest_piece piece)
+static __device__ copy_entry first_of(copy_entry e, uint32_t skip, uint32_t piece)
 {
-    copy_entry e = p.entries[piece.first];
     const uint32_t most = DIGEST_KERNEL_RUN(e.convert);
-    e.from += piece.skip;
-    e.run -= piece.skip;
+    skip += piece * most;
+    e.from += skip;
+    e.run -= skip;
     if (e.run > most)
         e.run = most;
     return e;
 }
 
-/* The lane's vectors of a piece, by way of @p room where they do not lie in memory as they are. */
-static __device__ void fetch(const digest_parameters &p, digest_piece piece,
-                             uint4 *room, uint4 *v, uint32_t lane)
+/* The lane's vectors of a piece, by way of @p room where they do not lie in memory as they are.
+   @p head: of the piece's bytes the first, and @p rest others behind it. */
+static __device__ void fetch(const copy_entry &head, const copy_entry *rest,
+                             uint32_t n_rest, uint4 *room, uint4 *v, uint32_t lane)
 {
-    const copy_entry head = first_of(p, piece);
     if (head.run == DIGEST_KERNEL_PIECE && head.from % 16 == 0 &&
         head.convert == CONVERT_NONE) {
 #pragma unroll
@@ -257,8 +257,8 @@ static __device__ void fetch(const digest_parameters &p, digest_piece piece,
     }
     char *bytes = reinterpret_cast<char *>(room);
     uint32_t end = gather_entry(head, bytes, lane);
-    for (uint32_t i = 1; i < piece.count; i++)
-        end = gather_entry(p.entries[piece.first + i], bytes, lane);
+    for (uint32_t i = 0; i < n_rest; i++)
+        end = gather_entry(rest[i], bytes, lane);
     for (uint32_t i = end + lane; i < DIGEST_KERNEL_PIECE; i += LANES)
         bytes[i] = 0;
     __syncwarp();
@@ -268,20 +268,40 @@ static __device__ void fetch(const digest_parameters &p, digest_piece piece,
     __syncwarp(); /* the next piece comes into the same room */
 }
 
+/* Pieces [from, from + share) of a row, as many as it has. What a row is comes over the link to the
+   host, and so do digests: once for all of them. */
+static __device__ void digest_share(const digest_parameters &p, const digest_row &row,
+                                    uint32_t from, uint4 *room, uint32_t lane)
+{
+    const uint32_t end = from + p.share < row.pieces ? from + p.share : row.pieces;
+    if (from >= end)
+        return;
+    const copy_entry entry = p.entries[row.first];
+    uint64_t mine = 0;
+    for (uint32_t i = from; i < end; i++) {
+        uint4 v[VECTORS];
+        fetch(first_of(entry, row.skip, i), p.entries + row.first + 1, row.count - 1,
+              room, v, lane);
+        const uint64_t digest = digest_of(v, lane);
+        if (lane == i)
+            mine = digest;
+    }
+    if (lane >= from && lane < end)
+        p.out[row.at + lane] = mine;
+}
+
 extern "C" __global__ void __launch_bounds__(DIGEST_KERNEL_THREADS)
     fanin_digest_pieces(const digest_parameters parameters)
 {
     __shared__ uint4 rooms[DIGEST_KERNEL_WARPS][DIGEST_KERNEL_PIECE / 16];
     const uint32_t lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const uint32_t shares = DIGEST_KERNEL_ROW / parameters.share;
     const uint64_t warps = static_cast<uint64_t>(gridDim.x) * DIGEST_KERNEL_WARPS;
     uint64_t at = static_cast<uint64_t>(blockIdx.x) * DIGEST_KERNEL_WARPS + warp;
-    for (; at < parameters.count; at += warps) {
-        uint4 v[VECTORS];
-        fetch(parameters, parameters.pieces[at], rooms[warp], v, lane);
-        const uint64_t digest = digest_of(v, lane);
-        if (lane == 0)
-            parameters.out[at] = digest;
-    }
+    for (; at < parameters.count * shares; at += warps)
+        digest_share(parameters, parameters.rows[at / shares],
+                     static_cast<uint32_t>(at % shares) * parameters.share, rooms[warp],
+                     lane);
 }
 
 /* ------------------------------------------------------------- pieces of a file */

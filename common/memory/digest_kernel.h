@@ -18,14 +18,18 @@
 /** Bytes of a piece: those of BOX_DIGEST_PIECE. */
 #define DIGEST_KERNEL_PIECE 4096
 
+/** Pieces of a row at most. */
+#define DIGEST_KERNEL_ROW 16
+
 /**
- * What the bytes of one piece are, in order; what they do not fill counts as zeros. An entry of one
- * run may be longer than a piece: several pieces in a row are parts of it.
+ * What the bytes of one piece are, in order; what they do not fill counts as zeros. Or several
+ * pieces in a row that are parts of one entry of one run.
  */
-typedef struct digest_piece {
+typedef struct digest_row {
     uint32_t first, count; /**< entries; `to` of each is its place in the piece */
-    uint32_t skip;         /**< bytes of the first entry that come before the piece */
-} digest_piece;
+    uint32_t skip;         /**< bytes of the first entry that come before the row */
+    uint32_t at, pieces;   /**< its digests: out[at] and those behind it */
+} digest_row;
 
 /** Bytes of one run that a piece takes at most. */
 #define DIGEST_KERNEL_RUN(convert)                                                     \
@@ -34,11 +38,13 @@ typedef struct digest_piece {
 /** The only parameter of the kernel, by value: out[i] becomes the XXH3-64 (seed 0) of piece i,
     after its entries have converted what they convert. */
 typedef struct digest_parameters {
-    const digest_piece *pieces; /**< device memory or pinned host memory, as are: */
+    const digest_row *rows; /**< device memory or pinned host memory, as are: */
     const copy_entry
         *entries; /**< runs at equal distances; `base` and `to_step` mean nothing */
     uint64_t *out;
-    uint64_t count; /**< of pieces */
+    uint64_t count; /**< of rows */
+    uint32_t
+        share; /**< pieces of a row that one warp takes: a part of DIGEST_KERNEL_ROW */
 } digest_parameters;
 
 /* ------------------------------------------------------------- pieces of a file */

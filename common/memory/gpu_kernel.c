@@ -222,13 +222,20 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
         status = gpu_context_enter(g, stream->device, error);
     if (status != FANIN_OK)
         return status;
-    digest_parameters parameters = {.pieces = list->pieces,
+    const gpu_kernel *kernel = &g->slots[stream->device].digest;
+    uint64_t warps = (uint64_t)kernel->resident_blocks * DIGEST_KERNEL_WARPS,
+             shares = 1;
+    while (shares < DIGEST_KERNEL_ROW && list->n_rows * shares < warps)
+        shares *= 2;
+    digest_parameters parameters = {.rows = list->rows,
                                     .entries = list->entries,
                                     .out = list->digests,
-                                    .count = list->n_pieces};
-    unsigned blocks = (list->n_pieces + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
-    status = kernel_launch(stream, &g->slots[stream->device].digest, "digest", blocks,
-                           DIGEST_KERNEL_THREADS, &parameters, error);
+                                    .count = list->n_rows,
+                                    .share = (uint32_t)(DIGEST_KERNEL_ROW / shares)};
+    uint64_t blocks =
+        (list->n_rows * shares + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
+    status = kernel_launch(stream, kernel, "digest", blocks, DIGEST_KERNEL_THREADS,
+                           &parameters, error);
     gpu_context_leave(g);
     return status;
 }

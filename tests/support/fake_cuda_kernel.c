@@ -147,40 +147,49 @@ static uint64_t gather_entry(work *w, const copy_entry *e, uint8_t *piece)
     return e->to + out * e->runs;
 }
 
+static void digest_piece(work *w, const digest_parameters *p, const digest_row *row,
+                         uint32_t piece)
+{
+    uint8_t bytes[BOX_DIGEST_PIECE] = {0};
+    uint64_t end = 0, at = (uint64_t)(uintptr_t)(p->out + row->at + piece);
+    for (uint32_t k = 0; k < row->count; k++) {
+        copy_entry e;
+        memcpy(&e,
+               touch(w, (uint64_t)(uintptr_t)(p->entries + row->first + k), sizeof e),
+               sizeof e);
+        if (k == 0) { /* the others of its run are those of other pieces */
+            uint32_t most = DIGEST_KERNEL_RUN(e.convert),
+                     skip = row->skip + piece * most;
+            e.from += skip;
+            e.run = e.run - skip < most ? e.run - skip : most;
+        }
+        if (e.to != end)
+            fake_die("an entry of a piece leaves a gap");
+        end = gather_entry(w, &e, bytes);
+    }
+    uint64_t digest = XXH3_64bits(bytes, sizeof bytes);
+    memcpy(touch(w, at, sizeof digest), &digest, sizeof digest);
+}
+
 static void digest_pieces(work *w, const void *parameter)
 {
     digest_parameters p;
     memcpy(&p, parameter, sizeof p);
-    if (p.count == 0 || p.count > UINT32_MAX)
-        fake_die("the digest kernel is started for %llu pieces",
-                 (unsigned long long)p.count);
-    const uint8_t *pieces =
-        touch(w, (uint64_t)(uintptr_t)p.pieces, p.count * sizeof *p.pieces);
-    uint8_t *out = touch(w, (uint64_t)(uintptr_t)p.out, p.count * sizeof *p.out);
+    if (p.count == 0 || p.count > UINT32_MAX || p.share == 0 ||
+        DIGEST_KERNEL_ROW % p.share != 0)
+        fake_die("the digest kernel is started for %llu rows, %u pieces a warp",
+                 (unsigned long long)p.count, p.share);
+    const uint8_t *rows =
+        touch(w, (uint64_t)(uintptr_t)p.rows, p.count * sizeof *p.rows);
     for (uint64_t i = 0; i < p.count; i++) {
-        digest_piece piece;
-        uint8_t bytes[BOX_DIGEST_PIECE] = {0};
-        uint64_t end = 0;
-        memcpy(&piece, pieces + i * sizeof piece, sizeof piece);
+        digest_row row;
+        memcpy(&row, rows + i * sizeof row, sizeof row);
+        if (row.pieces == 0 || row.pieces > DIGEST_KERNEL_ROW ||
+            (row.pieces > 1 && row.count > 1))
+            fake_die("a row of %u pieces, %u entries", row.pieces, row.count);
         fake_kernel_gate(w->context, i);
-        for (uint32_t k = 0; k < piece.count; k++) {
-            copy_entry e;
-            memcpy(
-                &e,
-                touch(w, (uint64_t)(uintptr_t)(p.entries + piece.first + k), sizeof e),
-                sizeof e);
-            if (k == 0) { /* the others of its run are those of other pieces */
-                e.from += piece.skip;
-                e.run -= piece.skip;
-                if (e.run > DIGEST_KERNEL_RUN(e.convert))
-                    e.run = DIGEST_KERNEL_RUN(e.convert);
-            }
-            if (e.to != end)
-                fake_die("an entry of a piece leaves a gap");
-            end = gather_entry(w, &e, bytes);
-        }
-        uint64_t digest = XXH3_64bits(bytes, sizeof bytes);
-        memcpy(out + i * sizeof digest, &digest, sizeof digest);
+        for (uint32_t k = 0; k < row.pieces; k++)
+            digest_piece(w, &p, &row, k);
     }
 }
 

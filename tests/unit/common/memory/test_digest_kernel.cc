@@ -40,10 +40,11 @@ static void digest_pieces()
 
 static void run_list(const digest_list *list, unsigned blocks)
 {
-    launched.pieces = list->pieces;
+    launched.rows = list->rows;
     launched.entries = list->entries;
     launched.out = list->digests;
-    launched.count = list->n_pieces;
+    launched.count = list->n_rows;
+    launched.share = 1u << below(5);
     run_blocks(digest_pieces, blocks, DIGEST_KERNEL_WARPS);
 }
 
@@ -185,7 +186,7 @@ TEST(test_room)
     static char memory[1024] __attribute__((aligned(16)));
     digest_list list = digest_list_in(memory, 512, 2);
     const uint64_t at = reinterpret_cast<uint64_t>(memory);
-    assert_int_equal(list.most_entries, (512 - 48) / sizeof(copy_entry));
+    assert_int_equal(list.most_entries, (512 - 64) / sizeof(copy_entry));
     assert_true(digest_list_add(&list, at, 2 * PIECE, 1, 0, CONVERT_NONE));
     assert_false(digest_list_add(&list, at, 1, 1, 0, CONVERT_NONE));
     list = digest_list_in(memory, 512, 2);
