@@ -9,16 +9,27 @@
 /** Digests and rows have half of it: 73 MiB of what is digested. */
 #define LIST_PIECES                                                                    \
     ((uint32_t)(LIST_BYTES / 2 / (sizeof(uint64_t) + sizeof(digest_row))))
+/** One is worked on by a device while the thread is at the other. */
+#define SHEETS 2
+
+/** Parts that one kernel digests. */
+typedef struct sheet {
+    gpu_stream *streams[GPU_MAX_DEVICES];
+    void *memory; /* pinned: LIST_BYTES */
+    digest_list list;
+    void *cookie;      /* whose parts */
+    uint64_t first, n; /* n 0: none is under way */
+    int device;
+} sheet;
 
 struct held {
     gpu *g;
     const memory_range *ranges;
     size_t n_ranges;
     box_digest *sum;
-    gpu_stream *streams[GPU_MAX_DEVICES];
     uint8_t *bounce; /* pinned: what was read back from a device */
     size_t bounce_size;
-    void *listed; /* pinned: LIST_BYTES */
+    sheet sheets[SHEETS]; /* one at most has been begun ahead, between two calls */
 };
 
 held *held_create(gpu *g, const memory_range *ranges, size_t n_ranges)
@@ -39,14 +50,16 @@ bool held_free(held *h, deadline at)
 {
     if (!h)
         return true;
-    for (int i = 0; i < GPU_MAX_DEVICES; i++)
-        if (h->streams[i] &&
-            gpu_stream_wait(h->streams[i], at, NULL) == FANIN_ERR_TIMEOUT)
+    for (int i = 0; i < SHEETS * GPU_MAX_DEVICES; i++) {
+        gpu_stream *stream = h->sheets[i % SHEETS].streams[i / SHEETS];
+        if (stream && gpu_stream_wait(stream, at, NULL) == FANIN_ERR_TIMEOUT)
             return false;
-    for (int i = 0; i < GPU_MAX_DEVICES; i++)
-        gpu_stream_destroy(&h->streams[i]);
+    }
+    for (int i = 0; i < SHEETS * GPU_MAX_DEVICES; i++)
+        gpu_stream_destroy(&h->sheets[i % SHEETS].streams[i / SHEETS]);
+    for (int i = 0; i < SHEETS; i++)
+        gpu_host_free(h->g, h->sheets[i].memory);
     gpu_host_free(h->g, h->bounce);
-    gpu_host_free(h->g, h->listed);
     box_digest_free(h->sum);
     free(h);
     return true;
@@ -93,11 +106,11 @@ static int device_of(const held *h, const held_part *p)
     return range ? range->device : -1;
 }
 
-static fanin_status need_stream(held *h, int device, fanin_error *error)
+static fanin_status need_stream(const held *h, sheet *s, int device, fanin_error *error)
 {
-    if (h->streams[device])
+    if (s->streams[device])
         return FANIN_OK;
-    return gpu_stream_create(h->g, device, &h->streams[device], error);
+    return gpu_stream_create(h->g, device, &s->streams[device], error);
 }
 
 /* ----------------------------------------------------- by the calling thread */
@@ -118,11 +131,12 @@ static fanin_status read_back(held *h, int device, const uint8_t *at, size_t len
         h->bounce = memory;
         h->bounce_size = length;
     }
-    status = need_stream(h, device, error);
+    sheet *s = &h->sheets[0];
+    status = need_stream(h, s, device, error);
     if (status == FANIN_OK)
-        status = gpu_copy(h->streams[device], h->bounce, at, length, error);
+        status = gpu_copy(s->streams[device], h->bounce, at, length, error);
     if (status == FANIN_OK)
-        status = gpu_stream_wait(h->streams[device], until, error);
+        status = gpu_stream_wait(s->streams[device], until, error);
     return status;
 }
 
@@ -166,45 +180,56 @@ static bool list_part(digest_list *list, const held_part *p)
     return true;
 }
 
-/* As many parts as lie on the device and fit into the list; their number. */
-static uint64_t list_parts(const held *h, int device, held_part_fn part, void *cookie,
-                           uint64_t first, uint64_t end, digest_list *list)
+/* As many parts as lie on the sheet's device and fit into its list; their number. */
+static uint64_t list_parts(const held *h, sheet *s, held_part_fn part, uint64_t end)
 {
-    digest_list good = digest_list_in(h->listed, LIST_BYTES, LIST_PIECES);
+    digest_list list = digest_list_in(s->memory, LIST_BYTES, LIST_PIECES);
     uint64_t n = 0;
-    *list = good;
-    while (first + n < end) {
-        const held_part p = part(cookie, first + n);
-        if ((n > 0 && device_of(h, &p) != device) || !list_part(list, &p))
+    s->list = list;
+    for (; s->first + n < end; n++) {
+        const held_part p = part(s->cookie, s->first + n);
+        if ((n > 0 && device_of(h, &p) != s->device) || !list_part(&list, &p))
             break;
-        good = *list;
-        n++;
+        s->list = list;
     }
-    *list = good;
     return n;
 }
 
-/* *n_out 0: the first part is cut too small. */
-static fanin_status digest_there(held *h, int device, held_part_fn part, void *cookie,
-                                 uint64_t first, uint64_t end, deadline until,
-                                 digest *out, uint64_t *n_out, fanin_error *error)
+/* The sheet is at none after it if the first part is not of a device that has the kernel, or cut
+   too small. Does not wait. */
+static fanin_status begin_sheet(const held *h, sheet *s, held_part_fn part,
+                                void *cookie, uint64_t first, uint64_t end,
+                                fanin_error *error)
 {
-    digest_list list;
-    fanin_status status = need_stream(h, device, error);
-    if (status == FANIN_OK && !h->listed)
-        status = gpu_host_alloc(h->g, LIST_BYTES, &h->listed, error);
+    const held_part p = part(cookie, first);
+    s->cookie = cookie;
+    s->first = first;
+    s->device = device_of(h, &p);
+    if (s->device < 0 || gpu_prepare_digest(h->g, s->device, NULL) != FANIN_OK)
+        return FANIN_OK;
+    fanin_status status = need_stream(h, s, s->device, error);
+    if (status == FANIN_OK && !s->memory)
+        status = gpu_host_alloc(h->g, LIST_BYTES, &s->memory, error);
     if (status != FANIN_OK)
         return status;
-    *n_out = list_parts(h, device, part, cookie, first, end, &list);
-    status = gpu_digest_run(h->streams[device], &list, error);
-    if (status == FANIN_OK)
-        status = gpu_stream_wait(h->streams[device], until, error);
-    for (uint64_t i = 0, at = 0; i < *n_out && status == FANIN_OK; i++) {
-        const held_part p = part(cookie, first + i);
-        box_digest_add_pieces(h->sum, list.digests + at, bytes_of(&p));
-        at += box_digest_pieces(bytes_of(&p));
+    uint64_t n = list_parts(h, s, part, end);
+    status = gpu_digest_run(s->streams[s->device], &s->list, error);
+    s->n = status == FANIN_OK ? n : 0;
+    return status;
+}
+
+static fanin_status end_sheet(const held *h, sheet *s, held_part_fn part,
+                              deadline until, digest *out, fanin_error *error)
+{
+    fanin_status status = gpu_stream_wait(s->streams[s->device], until, error);
+    for (uint64_t i = 0, at = 0; i < s->n && status == FANIN_OK; i++) {
+        const held_part p = part(s->cookie, s->first + i);
+        uint64_t bytes = bytes_of(&p);
+        box_digest_add_pieces(h->sum, s->list.digests + at, bytes);
+        at += box_digest_pieces(bytes);
         out[i] = box_digest_take(h->sum);
     }
+    s->n = 0;
     return status;
 }
 
@@ -212,15 +237,24 @@ fanin_status held_digest(held *h, held_part_fn part, void *cookie, uint64_t firs
                          uint64_t end, deadline until, digest *out, uint64_t *n_out,
                          fanin_error *error)
 {
-    const held_part p = part(cookie, first);
-    int device = device_of(h, &p);
-    *n_out = 0;
-    if (device >= 0 && gpu_prepare_digest(h->g, device, NULL) == FANIN_OK) {
-        fanin_status status =
-            digest_there(h, device, part, cookie, first, end, until, out, n_out, error);
-        if (status != FANIN_OK || *n_out > 0)
-            return status;
+    bool is_second = h->sheets[1].n > 0;
+    sheet *s = &h->sheets[is_second], *other = &h->sheets[!is_second];
+    fanin_status status = FANIN_OK;
+    if (s->n > 0 && (s->cookie != cookie || s->first != first)) { /* another's */
+        s = other;
+        other = NULL;
     }
-    *n_out = 1;
-    return digest_here(h, &p, device, until, out, error);
+    if (s->n == 0)
+        status = begin_sheet(h, s, part, cookie, first, end, error);
+    *n_out = s->n > 0 ? s->n : 1;
+    if (status != FANIN_OK)
+        return status;
+    if (s->n == 0) {
+        const held_part p = part(cookie, first);
+        return digest_here(h, &p, s->device, until, out, error);
+    }
+    /* What cannot be begun ahead is begun, and fails, in its turn. */
+    if (other && first + s->n < end)
+        (void)begin_sheet(h, other, part, cookie, first + s->n, end, NULL);
+    return end_sheet(h, s, part, until, out, error);
 }

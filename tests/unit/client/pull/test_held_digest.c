@@ -82,6 +82,19 @@ static void free_scene(scene *s, int device)
     free(s);
 }
 
+/* Parts of a few bytes each, of one who asks. */
+typedef struct many {
+    const scene *s;
+    uint64_t stride;
+} many;
+
+static held_part part_of_many(void *cookie, uint64_t index)
+{
+    const many *m = cookie;
+    return (held_part){
+        .at = m->s->memory + index * m->stride, .runs = 1, .length = 1 + index % 9};
+}
+
 /* By the CPU, run by run. */
 static digest wanted(const scene *s, const held_part *p)
 {
@@ -166,6 +179,45 @@ TEST(places_may_mix)
     }
     assert_true(held_free(h, SOON));
     free_scene(here, -1);
+    free_scene(s, 0);
+}
+
+/* Kernels for what comes next begin ahead, and none twice: of two who ask in turns, in parts of one
+   list each. */
+TEST(lists_are_begun_ahead)
+{
+    enum { MANY = 40000 };
+    scene *s = make_scene(0);
+    const memory_range range = {s->memory, SIZE, 0};
+    digest *got[2] = {calloc(MANY, sizeof **got), calloc(MANY, sizeof **got)};
+    many asked[2] = {{s, 1}, {s, 2}};
+    uint64_t at[2] = {0}, n, lists = 0;
+    fake_cuda_counts before, after;
+    held *h = held_create(g, &range, 1);
+    fake_cuda_count(&before);
+    for (int who = 0; at[0] < MANY || at[1] < MANY; who = !who) {
+        if (at[who] == MANY)
+            continue;
+        assert_ok(held_digest(h, part_of_many, &asked[who], at[who], MANY, SOON,
+                              got[who] + at[who], &n, &failure),
+                  failure);
+        at[who] += n;
+        lists++;
+        fake_cuda_count(&after);
+        if (lists == 1)
+            assert_int_equal(after.digests - before.digests, 2);
+    }
+    assert_in_range(lists, 4, 20);
+    fake_cuda_count(&after);
+    assert_int_equal(after.digests - before.digests, lists);
+    assert_true(held_free(h, SOON));
+    for (uint64_t i = 0; i < 2 * MANY; i++) {
+        const held_part p = part_of_many(&asked[i % 2], i / 2);
+        digest want = wanted(s, &p);
+        assert_true(digest_equal(&want, &got[i % 2][i / 2]));
+    }
+    free(got[0]);
+    free(got[1]);
     free_scene(s, 0);
 }
 
