@@ -176,6 +176,7 @@ CHECKED_TABLE(fields_wait_ok, check_wait_ok, U64(1, msg_wait_ok, step),
               OPTIONAL_NUMBER(7, FIELD_U64, msg_wait_ok, epoch, UINT64_MAX),
               OPTIONAL_NUMBER(8, FIELD_U64, msg_wait_ok, word, UINT64_MAX),
               {9, FIELD_BYTES, false, AT(msg_wait_ok, patches), 0, PATCH_OFFERS_BYTES},
+              OPTIONAL_NUMBER(10, FIELD_U64, msg_wait_ok, digest_bytes, UINT64_MAX),
               OPTIONAL_NUMBER(KEY_CRITICAL, FIELD_U32, msg_wait_ok, first_region,
                               UINT32_MAX));
 
@@ -198,7 +199,7 @@ TABLE(fields_read, ID(1, msg_read, token),
       NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES));
 
 TABLE(fields_digest, ID(1, msg_read, token),
-      NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES),
+      NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_DIGEST_BYTES),
       OPTIONAL_NUMBER(4, FIELD_U32, msg_read, dtype, DTYPE_LAST));
 CHECKED_TABLE(fields_digest_ok, check_digest_ok,
               {1, FIELD_BYTES, true, AT(msg_digest_ok, digests), 16,

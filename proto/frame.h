@@ -76,6 +76,7 @@ static inline kind message_kind(unsigned type)
 #define LIMIT_PAGE (1 << 20)            /**< of a blob in one reply */
 #define LIMIT_REPLY (LIMIT_PAGE + 4096) /**< any reply but MSG_READ_OK */
 #define LIMIT_READ_BYTES (4 << 20)      /**< that one read may ask for */
+#define LIMIT_DIGEST_BYTES (256 << 20)  /**< that a digest may where wait_ok says so */
 #define LIMIT_READ_ENTRIES 4096
 #define LIMIT_METADATA (1 << 20)
 #define LIMIT_KEYS (1 << 20)

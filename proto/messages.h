@@ -139,6 +139,7 @@ typedef struct msg_wait_ok {
     uint64_t epoch, word;  /**< of older servers; no epoch without a word */
     uint32_t first_region; /**< as of begin_ok */
     bytes_view patches;    /**< patch_offers (patch.h); empty: not told; borrowed */
+    uint64_t digest_bytes; /**< that one digest may ask for; 0: as a read */
 } msg_wait_ok;
 
 typedef struct msg_begin {

@@ -16,6 +16,7 @@
 typedef struct announcement {
     bool valid;
     uint64_t step, version, stable_ns;
+    uint64_t digest_bytes; /**< that one digest may ask for */
     digest keys;
     patch_offers
         patches; /**< that lead there; of generation 0: it was not asked for them, or has

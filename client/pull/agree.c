@@ -193,7 +193,8 @@ static void take_announcement(asker *a, connection *c, message_type type, body *
         *n = (announcement){.valid = true,
                             .step = m.step,
                             .version = m.catalog_version,
-                            .stable_ns = m.stable_ns};
+                            .stable_ns = m.stable_ns,
+                            .digest_bytes = m.digest_bytes};
         memcpy(n->keys.bytes, m.key_digest, sizeof n->keys.bytes);
         take_patches(a, &m, n);
         return;

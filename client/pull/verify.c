@@ -12,7 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define REQUEST_BYTES LIMIT_READ_BYTES
 #define WHOLE UINT64_MAX
 
 /* What one digest is of: a piece, or one run of a piece that was read along gaps. */
@@ -30,6 +29,7 @@ typedef struct inquiry {
     read_list list;
     unit *units; /* one an entry */
     uint64_t n_units, unit_capacity, request_capacity;
+    uint64_t most;   /* bytes of a request */
     digest *digests; /* of what is here, one a unit, the first n_held; NULL: not yet */
     uint64_t n_held;
     digest *told; /* the rank's, one a unit; NULL: they are compared as they come */
@@ -68,7 +68,7 @@ static bool ask_for_unit(inquiry *q, const piece *p, unit u, uint64_t from,
     read_request *last =
         list->n_requests > 0 ? &list->requests[list->n_requests - 1] : NULL;
     /* A request is converted as a whole. */
-    bool fits = last && last->bytes + length <= REQUEST_BYTES &&
+    bool fits = last && last->bytes + length <= q->most &&
                 last->n_entries < LIMIT_READ_ENTRIES &&
                 conversion_of(v, &q->work.pieces->pieces[last->first_piece]) ==
                     conversion_of(v, p);
@@ -361,6 +361,14 @@ static verifier *verifier_create(pull *p, stream_use use)
     return v;
 }
 
+/* Bytes of one request to a rank. */
+static uint64_t most_of(const announcement *said)
+{
+    uint64_t most = said->digest_bytes;
+    most = most > LIMIT_READ_BYTES ? most : LIMIT_READ_BYTES;
+    return most < LIMIT_DIGEST_BYTES ? most : LIMIT_DIGEST_BYTES;
+}
+
 static fanin_status start_inquiries(verifier *v, fanin_error *error)
 {
     pull *p = v->p;
@@ -370,7 +378,8 @@ static fanin_status start_inquiries(verifier *v, fanin_error *error)
         v->inquiries[i] = (inquiry){.verifier = v,
                                     .source = i,
                                     .peer = peer,
-                                    .control = p->client->peers[peer].control};
+                                    .control = p->client->peers[peer].control,
+                                    .most = most_of(&p->announced[peer])};
         status = start_inquiry(v, &v->inquiries[i], error);
     }
     return client_work_end(&v->work, status, error);

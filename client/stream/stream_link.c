@@ -321,6 +321,12 @@ static void flush_requests(data_connection *d)
         data_want(d);
 }
 
+/* What a request holds of the share's window: a reply's bytes. */
+static uint64_t window_of(const stream_work *w, const read_request *r)
+{
+    return w->digested ? r->n_entries * DIGEST_SIZE : r->bytes;
+}
+
 /* The next request that nobody has sent. False: there is none, or no room in the share's window for
    it. */
 static bool take_request(stream_work *w, stream_share *share, uint64_t *out)
@@ -329,7 +335,7 @@ static bool take_request(stream_work *w, stream_share *share, uint64_t *out)
     do {
         if (w->failed || next == w->list->n_requests)
             return false;
-        bytes = w->list->requests[next].bytes;
+        bytes = window_of(w, &w->list->requests[next]);
         if (share->inflight > 0 && share->inflight + bytes > share->max_inflight)
             return false;
     } while (!atomic_compare_exchange_weak(&w->next_request, &next, next + 1));
@@ -451,12 +457,12 @@ static void count_request(data_connection *d, uint64_t bytes)
 static uint64_t end_request(data_connection *d)
 {
     stream_work *w = d->link->work;
-    uint64_t bytes = w->list->requests[d->queue[0]].bytes;
+    const read_request *r = &w->list->requests[d->queue[0]];
     d->queued--;
     memmove(d->queue, d->queue + 1, d->queued * sizeof *d->queue);
     d->stage = IDLE_OR_FRAME;
-    d->share->inflight -= bytes;
-    return bytes;
+    d->share->inflight -= window_of(w, r);
+    return r->bytes;
 }
 
 /* The oldest request is answered, and what came is what was sent. */

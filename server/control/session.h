@@ -28,6 +28,7 @@ typedef struct publication_view {
     uint8_t key_digest[DIGEST_SIZE];
     char reason[REASON_SIZE];
     patch_offers patches;
+    uint64_t digest_bytes; /**< as of wait_ok */
     uint64_t changes;
     state_change history[HISTORY];
 } publication_view;

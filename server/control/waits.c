@@ -27,6 +27,7 @@ static void view_take(const publication *p, publication_view *out)
     out->catalog_version = p->catalog->version;
     memcpy(out->key_digest, p->catalog->key_digest.bytes, sizeof out->key_digest);
     patches_tell(p, &out->patches);
+    out->digest_bytes = p->catalog->has_device ? LIMIT_DIGEST_BYTES : 0;
 }
 
 bool changes_take(fanin_server *s, changes *out)
@@ -84,7 +85,8 @@ static void answer_wait(session *s, uint64_t request, const msg_wait *w,
     }
     msg_wait_ok m = {.step = v->step,
                      .catalog_version = v->catalog_version,
-                     .stable_ns = v->stable_ns};
+                     .stable_ns = v->stable_ns,
+                     .digest_bytes = v->digest_bytes};
     memcpy(m.key_digest, v->key_digest, sizeof m.key_digest);
     if (lease->granted) {
         m.token = (bytes_view){lease->token, sizeof lease->token};

@@ -42,7 +42,8 @@ typedef struct shard_catalog {
         answer have to fit together */
     uint8_t parts_for[2];
     region_set regions;
-    bool has_device; /**< some of it is device memory */
+    bool
+        has_device; /**< some of it is device memory, which digests are made of at a go */
     registrar *registrar;
     uint64_t revision; /**< of the publication whose catalog it is */
     /** of a snapshot publication: what its commits copy, into which arenas; NULL: by reference.

@@ -251,7 +251,9 @@ static progress start_digest(stream_tools *t, connection *c, const frame *f,
     const char *why = digester_start(&c->digester, &c->job, f->request, dtype, &code);
     if (why)
         return refuse_read(t, c, f->request, code, why);
-    return job_needs_stage(&c->job) ? start_staged(t, c, f->request) : PROGRESS_MORE;
+    /* What is more than a read may ask for takes turns with others. */
+    bool staged = c->job.left > LIMIT_READ_BYTES || job_needs_stage(&c->job);
+    return staged ? start_staged(t, c, f->request) : PROGRESS_MORE;
 }
 
 static progress start_read(stream_tools *t, connection *c, const frame *f, body *in)
@@ -268,8 +270,10 @@ static progress start_read(stream_tools *t, connection *c, const frame *f, body 
     if (job_begin(t->server, c, m.token, &gone) != FANIN_OK)
         return refuse_for(t, c, f->request, &gone);
     const char *why = NULL;
+    bool is_wide = is_digest && c->job.catalog->has_device;
     c->job.request = f->request;
-    status = job_set_ranges(t->server, &c->job, &m, &why);
+    status = job_set_ranges(t->server, &c->job, &m,
+                            is_wide ? LIMIT_DIGEST_BYTES : LIMIT_READ_BYTES, &why);
     if (status != FANIN_OK)
         return refuse_read(t, c, f->request, status, why);
     if (is_digest && c->job.is_patch)
@@ -684,7 +688,7 @@ static progress digest_staged(stream_tools *t, connection *c)
         return PROGRESS_WAIT;
     size_t bytes = first->bytes;
     if (first->digests.n_pieces > 0)
-        digester_add_pieces(&c->digester, j, first->digests.digests);
+        digester_add_pieces(&c->digester, j, &first->digests);
     else
         digester_add(&c->digester, j, first->data, bytes);
     drop_sent(t, &c->staged, bytes);

@@ -59,7 +59,7 @@ static fanin_status choose_patch(fanin_server *s, job *j, uint64_t box, uint64_t
     return patch || !j->is_patch ? FANIN_OK : FANIN_ERR_STALE;
 }
 
-fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m,
+fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m, uint64_t most,
                             const char **why)
 {
     uint64_t first;
@@ -76,8 +76,8 @@ fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m,
         if (*why)
             return FANIN_ERR_ARGUMENT;
         /* Also keeps the sum from overflowing. */
-        if (j->ranges[i].length > LIMIT_READ_BYTES - sum) {
-            *why = "the read asks for more than 4 MiB";
+        if (j->ranges[i].length > most - sum) {
+            *why = "the read asks for more than is answered at once";
             return FANIN_ERR_ARGUMENT;
         }
         j->ranges[i].whole = j->ranges[i].length;

@@ -58,11 +58,11 @@ typedef struct gather {
 } gather;
 
 /**
- * Turns entries into ranges; checks each against the job's catalog, or that of the patch which the
- * first one names, the job's from then on. FANIN_ERR_ARGUMENT with a static sentence in *why,
+ * Turns entries into ranges, of @p most bytes together; checks each against the job's catalog, or
+ * that of the patch which the first one names, the job's from then on. FANIN_ERR_ARGUMENT with a static sentence in *why,
  * FANIN_ERR_STALE of a patch that is not there, FANIN_ERR_MEMORY. Takes the lock for patches.
  */
-fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m,
+fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m, uint64_t most,
                             const char **why);
 size_t job_memory(const job *j);
 /** Gives the catalog back, keeps the array. */

@@ -213,19 +213,33 @@ static void append(staged *of, chunk *c)
     of->count++;
 }
 
-/* By the digest kernel if nothing of the reply has been read back yet and all of it can be so. */
+/* As many ranges as the chunk holds whole, one at least: the next may be digested by a kernel. */
+static job whole_ranges(const job *j)
+{
+    job some = *j;
+    uint64_t bytes = j->ranges[j->current].length;
+    for (some.n_ranges = j->current + 1; some.n_ranges < j->n_ranges; some.n_ranges++) {
+        bytes += j->ranges[some.n_ranges].length;
+        if (bytes > CHUNK_BYTES)
+            break;
+    }
+    return some;
+}
+
+/* By the digest kernel what can be so. */
 static filling fill(stage *s, chunk *to, const connection *c, const job *j,
                     const guarded *through)
 {
     const digester *d = &c->digester;
     filling f;
     to->digests = (digest_list){0};
-    if (d->on && job_is_whole(j) && filling_digest(to, j, d->convert, &f) &&
+    if (d->on && filling_digest(to, j, d->convert, &f) &&
         gpu_prepare_digest(s->gpu, f.device, NULL) == FANIN_OK)
         return f;
     to->digests = (digest_list){0};
     to->bytes = 0;
-    return filling_gather(to, j, through);
+    const job some = d->on ? whole_ranges(j) : *j;
+    return filling_gather(to, &some, through);
 }
 
 static fill_result unreadable(stage *s, const filling *f, const job *j,

@@ -123,20 +123,18 @@ bool filling_digest(chunk *to, const job *j, uint32_t convert, filling *out)
 {
     listing l = {.list = digest_list_in(to->data, CHUNK_BYTES, CHUNK_PIECES),
                  .convert = convert,
-                 .device = -1,
-                 .good = true};
-    /* Range by range: each begins a piece. */
-    for (uint32_t i = 0; i < j->n_ranges && l.good; i++) {
-        job one = *j;
-        one.current = i;
-        one.n_ranges = i + 1;
-        digest_list_cut(&l.list);
+                 .device = -1};
+    job one = *j;
+    l.good = j->ranges[j->current].length == j->ranges[j->current].whole;
+    while (l.good && one.current < j->n_ranges) {
+        one.n_ranges = one.current + 1;
+        digest_list_cut(&l.list); /* each range begins a piece */
         job_each(&one, list_piece, &l);
+        if (!l.good)
+            break;
+        to->digests = l.list;
+        to->bytes += one.ranges[one.current++].length;
     }
-    if (!l.good)
-        return false;
-    to->digests = l.list;
-    to->bytes = j->left;
     *out = (filling){.to = to, .device = l.device};
-    return true;
+    return to->bytes > 0;
 }

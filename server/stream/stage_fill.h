@@ -23,9 +23,10 @@ typedef struct filling {
 filling filling_gather(chunk *to, const job *j, const guarded *through);
 
 /**
- * What the device is told to digest instead: all of the reply, of which nothing has been gathered,
- * converted. No bytes come into the chunk, but the digests of their pieces. False: not of one
- * device alone, or cut into too many runs; the chunk is as it was.
+ * What the device is told to digest instead: whole ranges of the reply, converted, as many as the
+ * chunk has room for and as lie on one device. No bytes come into the chunk, but the digests of
+ * their pieces. False: some of the next range has been gathered, it is not of one device alone, or
+ * cut into too many runs; the chunk is as it was.
  */
 bool filling_digest(chunk *to, const job *j, uint32_t convert, filling *out);
 

@@ -60,13 +60,14 @@ void digester_add(digester *d, const job *j, const uint8_t *data, size_t size)
     }
 }
 
-void digester_add_pieces(digester *d, const job *j, const uint64_t *pieces)
+void digester_add_pieces(digester *d, const job *j, const digest_list *made)
 {
-    for (d->range = 0; d->range < j->n_ranges; d->range++) {
-        uint64_t length = convert_bytes(d->convert, j->ranges[d->range].whole);
-        box_digest_add_pieces(d->sum, pieces, length);
-        d->digests[d->range] = box_digest_take(d->sum);
-        pieces += box_digest_pieces(length);
+    for (uint64_t at = 0; at < made->n_pieces;) {
+        uint64_t length = convert_bytes(d->convert, d->left);
+        box_digest_add_pieces(d->sum, made->digests + at, length);
+        d->digests[d->range++] = box_digest_take(d->sum);
+        d->left = d->range < j->n_ranges ? j->ranges[d->range].whole : 0;
+        at += box_digest_pieces(length);
     }
 }
 

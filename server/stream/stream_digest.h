@@ -3,6 +3,7 @@
 #ifndef STREAM_DIGEST_H
 #define STREAM_DIGEST_H
 
+#include "copy_list.h"
 #include "digest.h"
 #include "stream/read_job.h"
 
@@ -22,8 +23,8 @@ const char *digester_start(digester *d, const job *j, uint64_t request, uint32_t
                            fanin_status *code_out);
 /** The job's next bytes, in its order. */
 void digester_add(digester *d, const job *j, const uint8_t *data, size_t size);
-/** The same, all of it at once, from the XXH3-64s of the pieces of the ranges. */
-void digester_add_pieces(digester *d, const job *j, const uint64_t *pieces);
+/** The same of whole ranges, from the XXH3-64s of their pieces. */
+void digester_add_pieces(digester *d, const job *j, const digest_list *made);
 size_t digester_memory(const digester *d);
 void digester_free(digester *d);
 

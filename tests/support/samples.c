@@ -216,6 +216,9 @@ static void add_leases(samples *s)
     fill(wait_ok.key_digest, 0x50);
     encode_wait(add(s, "wait"), SAMPLE_REQUEST, &wait);
     encode_wait_ok(add(s, "wait_ok"), SAMPLE_REQUEST, &wait_ok);
+    wait_ok.digest_bytes = LIMIT_DIGEST_BYTES;
+    encode_wait_ok(add(s, "wait_ok_digest_bytes"), SAMPLE_REQUEST, &wait_ok);
+    wait_ok.digest_bytes = 0;
     uint8_t token[16];
     fill(token, 0x60);
     wait.begin_version = 2;

@@ -454,7 +454,9 @@ grant peer_wait(peer *p, wire_rule rule, uint64_t step)
     body in = peer_expect(p, MSG_WAIT_OK);
     assert_int_equal(decode_wait_ok(&in, &ok), FANIN_OK);
     assert_int_equal(p->frame.request, p->request);
-    grant g = {.step = ok.step, .catalog_version = ok.catalog_version};
+    grant g = {.step = ok.step,
+               .catalog_version = ok.catalog_version,
+               .digest_bytes = ok.digest_bytes};
     memcpy(g.key_digest, ok.key_digest, sizeof g.key_digest);
     return g;
 }

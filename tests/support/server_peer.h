@@ -59,6 +59,7 @@ typedef struct grant {
     uint8_t token[16];
     uint64_t step, catalog_version, epoch;
     uint8_t key_digest[16];
+    uint64_t digest_bytes; /**< as of wait_ok */
 } grant;
 
 peer peer_connect(fanin_server *s);      /**< TCP, no hello yet */

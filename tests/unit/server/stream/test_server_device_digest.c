@@ -126,7 +126,8 @@ DEVICE_CLEAN_TEST(kernels_digest)
     check_all(&s, 0); /* again: they are kept */
 }
 
-/* What lies in two places is digested by the CPU, and the next request is not. */
+/* What lies in two places is digested by the CPU, and with it what fits into a chunk. The next
+   entry, where devices differ, and the next request are not. */
 DEVICE_CLEAN_TEST(places_may_mix)
 {
     static const read_entry mixed[] = {{.box = 1, .count = 2}, {.box = 0, .count = 1}};
@@ -134,9 +135,76 @@ DEVICE_CLEAN_TEST(places_may_mix)
     for (int other = -1; other < 2; other += 2) {
         scene s;
         set_scene(&s, 0, other);
-        assert_int_equal(check(&s, mixed, 2, 0), 0);
+        assert_int_equal(check(&s, mixed, 2, 0), other == 1);
         assert_int_equal(check(&s, alone, 1, 0), 1);
         device_tear_down_clean(state);
+    }
+}
+
+#define WIDE 23
+#define PIECE ((uint64_t)LIMIT_READ_BYTES)
+
+static digest digest_at(box_digest *sum, const uint8_t *at, uint64_t size)
+{
+    box_digest_add(sum, at, size, CONVERT_NONE);
+    return box_digest_take(sum);
+}
+
+/* Where a rank says so one digest may ask for much: of a GPU in parts of 80 MiB here, with one of
+   the host's between them that no chunk holds. */
+DEVICE_CLEAN_TEST(much_is_digested_at_one_go)
+{
+    static fanin_tensor t[2];
+    static fanin_box boxes[2];
+    static uint8_t host[5 * MIB + 3];
+    uint8_t *memory = device_alloc(0, 5 * MIB, FAKE_CUDA_MALLOC);
+    digest digests[WIDE];
+    fake_cuda_counts before, after;
+    read_entry entries[WIDE];
+    memset(host, 7, sizeof host);
+    t[0] = byte_tensor("a", &boxes[0], memory, 5 * MIB);
+    t[1] = byte_tensor("b", &boxes[1], host, sizeof host);
+    puller l = device_serve(t, 2);
+    assert_int_equal(peer_newest(&l.control).digest_bytes, LIMIT_DIGEST_BYTES);
+    for (uint32_t i = 0; i < WIDE; i++)
+        entries[i] = i == WIDE - 2 ? (read_entry){.box = 1, .count = 1}
+                                   : (read_entry){.offset = i * 1021, .length = PIECE};
+    fake_cuda_count(&before);
+    peer_digest(&l.data, &l.grant, (WIDE - 1) * PIECE + sizeof host, 0, entries, WIDE,
+                digests);
+    fake_cuda_count(&after);
+    assert_int_equal(after.digests - before.digests, 3);
+    box_digest *sum = box_digest_create();
+    for (uint32_t i = 0; i < WIDE; i++) {
+        digest want = i == WIDE - 2
+                          ? digest_at(sum, host, sizeof host)
+                          : digest_at(sum, device_bytes(memory) + i * 1021, PIECE);
+        assert_true(digest_equal(&want, &digests[i]));
+    }
+    box_digest_free(sum);
+}
+
+/* Of all others no more than a read, and of none more than the most that there is. */
+DEVICE_CLEAN_TEST(too_much_is_refused)
+{
+    static uint8_t host[5 * MIB];
+    uint8_t *memory = device_alloc(0, 5 * MIB, FAKE_CUDA_MALLOC);
+    read_entry entries[65];
+    for (int on_device = 0; on_device < 2; on_device++) {
+        puller l = device_serve_bytes(on_device ? memory : host, sizeof host);
+        uint32_t n = on_device ? 65 : 2;
+        for (uint32_t i = 0; i < n; i++)
+            entries[i] = (read_entry){.offset = i, .length = i ? PIECE : 1};
+        peer_request_digest(&l.data, &l.grant, (n - 1) * PIECE + 1, 0, entries, n);
+        peer_expect_error(&l.data, on_device ? FANIN_ERR_PROTOCOL : FANIN_ERR_ARGUMENT);
+        if (on_device)
+            continue;
+        assert_int_equal(peer_newest(&l.control).digest_bytes, 0);
+        const read_entry whole[] = {{.count = 1}, {.length = 1}};
+        peer_request_digest(&l.data, &l.grant, sizeof host + 1, 0, whole, 2);
+        peer_expect_error(&l.data, FANIN_ERR_ARGUMENT);
+        digest alone;
+        peer_digest(&l.data, &l.grant, PIECE, 0, &entries[1], 1, &alone);
     }
 }
 
