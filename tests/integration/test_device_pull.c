@@ -6,7 +6,6 @@
 #include "ends.h"
 #include "fake_cuda.h"
 #include "clock.h"
-#include "fetch/half.h"
 #include "lab.h"
 #include "log_catcher.h"
 #include "fetch/pattern.h"

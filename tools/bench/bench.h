@@ -3,12 +3,11 @@
 #ifndef BENCH_H
 #define BENCH_H
 
-#include "bench/about.h"
 #include "bench/arena.h"
 #include "fetch/check.h"
+#include "fetch/session.h"
 #include "trainer/device_driver.h"
 #include "trainer/ranks.h"
-#include "fetch/session.h"
 #include "trainer/trainer_options.h"
 
 #include <jansson.h>
@@ -94,6 +93,22 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
     pinning them, and the devices' copies into them. */
 void bench_file_pages(bench_limits *limits, const bench_spread *spread,
                       const char *directory, uint64_t bytes);
+
+/** Where, when and by which command line something was measured. */
+typedef struct about {
+    char processor[128], kernel[160],
+        devices[512]; /**< devices: "": none were asked for */
+    char date[32];    /**< UTC, as in RFC 3339 */
+    uint32_t cores;   /**< that this process may use */
+    uint64_t memory_bytes;
+    char *command; /**< as a shell would take it */
+} about;
+
+/** To be freed. */
+void about_make(int argc, const char **argv, about *out);
+/** Also names the CUDA devices, whose driver is loaded for it. */
+void about_devices(about *a);
+void about_free(about *a);
 
 /** A further rank of the engine, which pulls its part at the same time. */
 typedef struct bench_worker {

@@ -2,9 +2,9 @@
 /* What copy engines, links and pages of this machine do with the bytes of a pull. */
 #include "bench/bench.h"
 #include "trainer/device_driver.h"
-#include "fetch/half.h"
+#include "fetch/pattern.h"
 #include "fetch/progress.h"
-#include "trainer/shard.h"
+#include "trainer/device_shards.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -5,7 +5,6 @@
 #include "fetch/output.h"
 #include "fetch/interrupt.h"
 #include "fetch/session.h"
-#include "fetch/terminal.h"
 
 #include <errno.h>
 #include <stdio.h>

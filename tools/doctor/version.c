@@ -2,7 +2,7 @@
 #include "doctor/version.h"
 
 #include "gpu.h"
-#include "fetch/terminal.h"
+#include "fetch/output.h"
 #include "ucx.h"
 
 #include <fanin/types.h>

@@ -9,7 +9,7 @@
 
 #include "fetch/cache_memory.h"
 #include "fetch/session.h"
-#include "fetch/whole_tensor.h"
+#include "fetch/tensor_directory.h"
 
 #include <fanin/relay.h>
 

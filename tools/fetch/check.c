@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/check.h"
 #include "fetch/failure.h"
-#include "fetch/half.h"
 #include "fetch/interrupt.h"
 #include "fetch/options.h"
 #include "fetch/pattern.h"

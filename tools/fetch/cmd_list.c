@@ -4,10 +4,8 @@
 #include "fetch/interrupt.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
-#include "fetch/rank_states.h"
 #include "fetch/session.h"
 #include "fetch/shard_map.h"
-#include "fetch/terminal.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -3,7 +3,6 @@
 #include "fetch/failure.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
-#include "fetch/terminal.h"
 
 #include <stdio.h>
 #include <stdlib.h>

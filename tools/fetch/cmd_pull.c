@@ -8,8 +8,6 @@
 #include "fetch/progress.h"
 #include "fetch/report.h"
 #include "fetch/session.h"
-#include "fetch/waiting.h"
-#include "fetch/terminal.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -4,7 +4,6 @@
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
-#include "fetch/terminal.h"
 
 #include <ctype.h>
 #include <inttypes.h>

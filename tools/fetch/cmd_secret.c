@@ -3,7 +3,7 @@
 #include "fetch/failure.h"
 #include "fetch/options.h"
 #include "fetch/output.h"
-#include "fetch/whole_tensor.h"
+#include "fetch/tensor_directory.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -4,8 +4,7 @@
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/shard_map.h"
-#include "fetch/terminal.h"
-#include "fetch/whole_tensor.h"
+#include "fetch/tensor_directory.h"
 
 #include <fnmatch.h>
 #include <inttypes.h>

@@ -5,8 +5,7 @@
 #include "fetch/look.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
-#include "fetch/rank_states.h"
-#include "fetch/terminal.h"
+#include "fetch/missing.h"
 
 #include <poll.h>
 #include <stdio.h>

@@ -9,7 +9,6 @@
 #include "fetch/progress.h"
 #include "fetch/python.h"
 #include "fetch/session.h"
-#include "fetch/terminal.h"
 
 #include <poll.h>
 #include <stdio.h>

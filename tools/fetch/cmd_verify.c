@@ -8,7 +8,6 @@
 #include "fetch/python.h"
 #include "fetch/session.h"
 #include "fetch/tensor_directory.h"
-#include "fetch/whole_tensor.h"
 
 #include <errno.h>
 #include <fcntl.h>

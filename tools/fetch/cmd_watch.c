@@ -3,7 +3,7 @@
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
-#include "fetch/rank_states.h"
+#include "fetch/missing.h"
 #include "fetch/session.h"
 
 #include <inttypes.h>

@@ -5,7 +5,6 @@
 #include "fetch/memory_left.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
-#include "fetch/waiting.h"
 
 #include <errno.h>
 #include <fnmatch.h>

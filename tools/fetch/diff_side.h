@@ -6,7 +6,6 @@
 
 #include "fetch/session.h"
 #include "fetch/tensor_directory.h"
-#include "fetch/whole_tensor.h"
 
 /** Zero is an empty one. */
 typedef struct diff_side {

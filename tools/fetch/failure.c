@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/failure.h"
 #include "fetch/output.h"
-#include "fetch/terminal.h"
 
 #include <ctype.h>
 #include <stdarg.h>

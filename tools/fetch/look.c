@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/look.h"
-#include "fetch/rank_states.h"
+#include "fetch/missing.h"
 #include "counters.h"
 
 #include <inttypes.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/mapping_file.h"
 #include "fetch/failure.h"
-#include "fetch/half.h"
+#include "fetch/pattern.h"
 #include "fetch/output.h"
 
 #include <errno.h>

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Ranks that did not answer: rows, JSON and an exit status of their own. */
+/** @file Ranks that did not answer: rows, JSON and an exit status of their own; ranks' states. */
 #ifndef MISSING_H
 #define MISSING_H
 
 #include "fetch/session.h"
 
+#include <fanin/client.h>
 #include <jansson.h>
 
 enum {
@@ -45,5 +46,16 @@ void missing_warn(const session *s);
 json_t *missing_json(const missing *m);
 /** A message on stderr and its exit status; 0: none is missing. */
 int missing_report(const missing *m);
+
+/** "stable"; static. */
+const char *rank_state_name(int32_t state);
+
+/** Ranks in the same state at the same step are told together. What does not fit in @p size is
+    "...", never a part of a number. */
+void rank_states_text(const fanin_rank_state *ranks, size_t count, char *out,
+                      size_t size);
+
+/** An array: rank, state, step, state_age_ns. */
+json_t *rank_states_json(const fanin_rank_state *ranks, size_t count);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/options.h"
 #include "fetch/failure.h"
-#include "fetch/half.h"
+#include "fetch/pattern.h"
 
 #include <ctype.h>
 #include <errno.h>

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Data on stdout: tables, JSON objects, sizes and durations as people read them. */
+/** @file Data on stdout: tables, JSON objects, sizes and durations as people read them; and text
+    that others made, on its way to a terminal. */
 #ifndef OUTPUT_H
 #define OUTPUT_H
 
@@ -81,5 +82,18 @@ bool output_parse_hex(const char *text, uint8_t *bytes, size_t size);
 /** What the file says, NULL: it is no JSON, or has a key twice in one object, which @p why tells.
     Closes @p descriptor. */
 json_t *json_file_read(int descriptor, json_error_t *why);
+
+/** Writes @p text; control characters, marks that turn the direction of writing and bytes that
+    are not UTF-8 become \xHH. */
+void terminal_put(FILE *stream, const char *text);
+
+/** Formats, makes harmless as terminal_put() does, adds a newline. */
+void terminal_write(FILE *stream, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+/** The same on standard output. */
+void terminal_print(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/** The same on standard error, at once. */
+void terminal_tell(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #endif

@@ -4,11 +4,13 @@
  * The bytes that `serve` publishes and `pull --check-pattern` proves: little-endian 8-byte
  * word i of a tensor's row-major bytes at step s is
  *     splitmix64(XXH3_64(key) + s * 0x9E3779B97F4A7C15 + i)
- * with the whole key ("lora:<run>:<name>"). Every byte tells tensor, step and place.
+ * with the whole key ("lora:<run>:<name>"). Every byte tells tensor, step and place. Where ranks or
+ * pulls convert F32, the pattern is converted as well.
  */
 #ifndef PATTERN_H
 #define PATTERN_H
 
+#include <fanin/types.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -31,5 +33,12 @@ void pattern_fill(void *out, uint64_t start, uint64_t offset, size_t size);
 
 /** Index of the first of @p size bytes that is not the tensor's; @p size: all are. */
 size_t pattern_compare(const void *bytes, uint64_t start, uint64_t offset, size_t size);
+
+/** Whether @p from becomes @p to here: F32 to BF16 or F16. */
+bool half_converts(fanin_dtype from, fanin_dtype to);
+
+/** Rounds @p count elements to the nearest, ties to even, to FANIN_DTYPE_BF16 or _F16: too large
+    is infinite, any NaN is 0x7fc0 or 0x7e00 with its sign. Both little-endian, any alignment. */
+void half_convert(fanin_dtype to, uint8_t *out, const uint8_t *in, size_t count);
 
 #endif

@@ -2,10 +2,12 @@
 /**
  * @file
  * How far a pull is, on stderr: a bar on a terminal (bytes, and rate and time left or the rank that
- * is waited for), a line every two seconds elsewhere.
+ * is waited for), a line every two seconds elsewhere; and what a pull waits for.
  */
 #ifndef PROGRESS_H
 #define PROGRESS_H
+
+#include "fetch/session.h"
 
 #include <fanin/client.h>
 #include <stdbool.h>
@@ -55,5 +57,15 @@ uint64_t progress_now_ns(void);
 uint64_t progress_in_ms(uint64_t ms);
 /** Milliseconds until @p end_ns, rounded up; 0: it is over. */
 uint32_t progress_left_ms(uint64_t end_ns);
+
+typedef struct waiting waiting;
+
+/** From two seconds on, every two seconds: what the ranks do that have not committed @p step
+    (0: any). NULL if no thread can be had: then nothing is told. */
+waiting *waiting_start(const session *s, uint64_t step);
+/** The waiting is over: the pull reads. Does not block; NULL is fine. */
+void waiting_hush(waiting *w);
+/** Ends the thread; NULL is fine. */
+void waiting_end(waiting **w);
 
 #endif

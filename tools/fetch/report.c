@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/report.h"
 #include "fetch/output.h"
-#include "fetch/terminal.h"
 
 #include <inttypes.h>
 #include <stddef.h>

@@ -5,7 +5,6 @@
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
-#include "fetch/terminal.h"
 
 #include <fanin/trace.h>
 #include <malloc.h>

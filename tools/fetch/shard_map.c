@@ -2,7 +2,6 @@
 #include "fetch/shard_map.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
-#include "fetch/terminal.h"
 
 #include <inttypes.h>
 #include <langinfo.h>

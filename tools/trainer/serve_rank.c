@@ -7,7 +7,6 @@
 #include "trainer/device_driver.h"
 #include "trainer/device_shards.h"
 #include "trainer/serve_rank.h"
-#include "trainer/shard.h"
 #include "trainer/trainer_options.h"
 
 #include <errno.h>

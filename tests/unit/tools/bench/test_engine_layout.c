@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Where tensors go in an engine's parameters. */
-#include "bench/engine_layout.h"
+#include "bench/arena.h"
 #include "testing.h"
 
 #define MATRIX(text, rows, columns)                                                    \

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Ranks in words: those that do the same are told together, and no number is cut. */
-#include "fetch/rank_states.h"
+#include "fetch/missing.h"
 #include "testing.h"
 
 static fanin_rank_state state_of(uint32_t rank, int32_t state, uint64_t step)

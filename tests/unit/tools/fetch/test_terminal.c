@@ -3,7 +3,7 @@
 #include "fetch/failure.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
-#include "fetch/terminal.h"
+#include "fetch/output.h"
 #include "testing.h"
 
 #include <sys/socket.h>

@@ -6,7 +6,6 @@
 #include "trainer/device_driver.h"
 #include "trainer/device_shards.h"
 #include "fake_cuda.h"
-#include "fetch/half.h"
 #include "fetch/pattern.h"
 
 #define KIB UINT64_C(1024)

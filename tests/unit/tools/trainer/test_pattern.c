@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The tool's byte pattern: known values, and every way to cut it gives the same bytes. */
 #include "fetch/pattern.h"
-#include "trainer/shard.h"
+#include "trainer/device_shards.h"
 #include "testing.h"
 
 /* What tests/support/pattern.py says: `pattern.py bytes lora:0:a 1 0 40`. */
