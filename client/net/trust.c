@@ -3,7 +3,6 @@
 
 #include "error_set.h"
 #include "neighbour.h"
-#include "socket_owner.h"
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>

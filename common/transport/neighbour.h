@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Who is at the other end of a Unix socket: one user has processes in more than one
-    container. */
+/** @file Who is at the other end of a socket within this host: of a Unix socket, as one user has
+    processes in more than one container, or of TCP. */
 #ifndef NEIGHBOUR_H
 #define NEIGHBOUR_H
 
 #include <stdbool.h>
+#include <sys/types.h>
 
 /** In what a peer differs from this process; several may be true. */
 enum {
@@ -47,5 +48,16 @@ const char *neighbour_why(unsigned differs);
 #define NEIGHBOUR_REMEDY                                                               \
     "run both in one container, or let containers that share this network and uid be " \
     "one user: trust_containers, --trust-containers, FANIN_TRUST_CONTAINERS=1"
+
+/**
+ * The uid of the process that took the other end of the connected TCP socket @p fd, as the kernel
+ * tells it to everybody (sock_diag, else /proc/self/net/tcp). False: it does not, as the other end
+ * lies in another network namespace or behind a translated address, has not been taken or is
+ * closed, or has an owner without a name in this process's user namespace; or this process has no
+ * descriptor or memory to ask with, for which errno has a remedy (error_remedy()). Thread: any.
+ * Waits for nobody; where sock_diag is forbidden it reads the list of all connections of the host,
+ * 8 MiB of it at most.
+ */
+bool socket_owner(int fd, uid_t *uid_out);
 
 #endif

@@ -102,14 +102,14 @@ typedef struct session {
 
 typedef struct holder_list holder_list;
 
-/** Where connections come (listeners.h). */
+/** Where connections come (control.c). */
 typedef struct listener {
     int fd;               /**< -1: none */
     bucket accepts;       /**< CPU time of accepting strangers */
     deadline rests_until; /**< nothing is accepted before; UINT64_MAX: it is */
 } listener;
 
-/** What connections could not be taken for want of (listeners.h). */
+/** What connections could not be taken for want of (control.c). */
 typedef struct shortage {
     int code;       /**< errno of the last time */
     unsigned times; /**< that were not told of yet */

@@ -5,7 +5,6 @@
 
 #include "digest.h"
 #include "guests/peer.h"
-#include "stream/kept_digests.h"
 #include "stream/stage.h"
 #include "stream/stream.h"
 #include "stream/stream_digest.h"

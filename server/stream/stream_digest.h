@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file A job that is answered by digests of its ranges instead of their bytes. */
+/** @file A job that is answered by digests of its ranges instead of their bytes, and those that
+    were made. */
 #ifndef STREAM_DIGEST_H
 #define STREAM_DIGEST_H
 
@@ -27,5 +28,22 @@ void digester_add(digester *d, const job *j, const uint8_t *data, size_t size);
 void digester_add_pieces(digester *d, const job *j, const digest_list *made);
 size_t digester_memory(const digester *d);
 void digester_free(digester *d);
+
+/**
+ * Digests that were made, for whoever asks for the same bytes under the same epoch. The epochs of
+ * all publications come from one counter that never goes back, and bytes do not change while their
+ * epoch stands: what is found is true, and only its epoch is to be looked at before it is told.
+ * A table of fixed size, in which newer epochs take the places of older ones. Any thread, the
+ * server's lock not held.
+ */
+typedef struct kept_digests kept_digests;
+
+kept_digests *kept_digests_create(void); /**< NULL: no memory */
+void kept_digests_free(kept_digests *k); /**< NULL is fine */
+/** The digests of all ranges of the job, converted by @p convert; false: not all are known. */
+bool kept_digests_find(kept_digests *k, const job *j, uint32_t convert, digest *out);
+/** All bytes of the job were read while its epoch stood. */
+void kept_digests_add(fanin_server *s, kept_digests *k, const job *j, uint32_t convert,
+                      const digest *digests);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Whose process took the other end of a TCP connection of this host: by sock_diag, and without it.
    */
-#include "socket_owner.h"
+#include "neighbour.h"
 #include "socket.h"
 #include "testing.h"
 
