@@ -59,8 +59,9 @@ typedef struct gather {
 
 /**
  * Turns entries into ranges, of @p most bytes together; checks each against the job's catalog, or
- * that of the patch which the first one names, the job's from then on. FANIN_ERR_ARGUMENT with a static sentence in *why,
- * FANIN_ERR_STALE of a patch that is not there, FANIN_ERR_MEMORY. Takes the lock for patches.
+ * that of the patch which the first one names, the job's from then on. FANIN_ERR_ARGUMENT with a
+ * static sentence in *why, FANIN_ERR_STALE of a patch that is not there, FANIN_ERR_MEMORY. Takes
+ * the lock for patches.
  */
 fanin_status job_set_ranges(fanin_server *s, job *j, const msg_read *m, uint64_t most,
                             const char **why);

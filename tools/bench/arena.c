@@ -77,6 +77,46 @@ static void free_names(const arena *a, size_t first)
     }
 }
 
+static placed_box *add_box(engine_layout *l)
+{
+    l->boxes = output_room(l->boxes, l->count, &l->capacity, sizeof l->boxes[0]);
+    l->boxes[l->count] = (placed_box){.tensor = 0};
+    return &l->boxes[l->count++];
+}
+
+static size_t add_parameter(engine_layout *l)
+{
+    l->parameters = output_room(l->parameters, l->n_parameters, &l->parameter_capacity,
+                                sizeof l->parameters[0]);
+    l->parameters[l->n_parameters] = (placed_parameter){.bytes = 0};
+    return l->n_parameters++;
+}
+
+/* Of so many of the tensor's elements, packed. */
+static uint64_t engine_tensor_bytes(const fanin_tensor *t, const uint64_t *extent)
+{
+    uint64_t bits = fanin_dtype_bits(t->dtype);
+    for (uint32_t d = 0; d < t->n_dims; d++) {
+        bits *= extent[d];
+    }
+    return bits / 8;
+}
+
+/* Tensor number @p i whole, in a parameter of its own; nothing of an empty one. */
+static void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors,
+                                    size_t i)
+{
+    uint64_t bytes = engine_tensor_bytes(&tensors[i], tensors[i].shape);
+    if (bytes > 0) {
+        size_t parameter = add_parameter(l);
+        placed_box *b = add_box(l);
+        b->tensor = i;
+        b->parameter = parameter;
+        memcpy(b->box.extent, tensors[i].shape, sizeof b->box.extent);
+        l->parameters[parameter].bytes = bytes;
+    }
+}
+
 /* Tensors without a box go; the others get theirs. Boxes ascend by tensor. */
 static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
 {
@@ -218,43 +258,6 @@ void engine_layout_free(engine_layout *l)
     free(l->boxes);
     free(l->parameters);
     *l = (engine_layout){.boxes = NULL};
-}
-
-static placed_box *add_box(engine_layout *l)
-{
-    l->boxes = output_room(l->boxes, l->count, &l->capacity, sizeof l->boxes[0]);
-    l->boxes[l->count] = (placed_box){.tensor = 0};
-    return &l->boxes[l->count++];
-}
-
-static size_t add_parameter(engine_layout *l)
-{
-    l->parameters = output_room(l->parameters, l->n_parameters, &l->parameter_capacity,
-                                sizeof l->parameters[0]);
-    l->parameters[l->n_parameters] = (placed_parameter){.bytes = 0};
-    return l->n_parameters++;
-}
-
-uint64_t engine_tensor_bytes(const fanin_tensor *t, const uint64_t *extent)
-{
-    uint64_t bits = fanin_dtype_bits(t->dtype);
-    for (uint32_t d = 0; d < t->n_dims; d++) {
-        bits *= extent[d];
-    }
-    return bits / 8;
-}
-
-void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors, size_t i)
-{
-    uint64_t bytes = engine_tensor_bytes(&tensors[i], tensors[i].shape);
-    if (bytes > 0) {
-        size_t parameter = add_parameter(l);
-        placed_box *b = add_box(l);
-        b->tensor = i;
-        b->parameter = parameter;
-        memcpy(b->box.extent, tensors[i].shape, sizeof b->box.extent);
-        l->parameters[parameter].bytes = bytes;
-    }
 }
 
 /* ------------------------------------------------------------------ a mapping */

@@ -60,12 +60,6 @@ typedef struct engine_layout {
     size_t n_parameters, parameter_capacity;
 } engine_layout;
 
-/** Bytes of so many of the tensor's elements, packed. */
-uint64_t engine_tensor_bytes(const fanin_tensor *t, const uint64_t *extent);
-
-/** Tensor number @p i whole, in a parameter of its own; nothing of an empty one. */
-void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors, size_t i);
-
 /**
  * The parameters that a mapping tells. A parameter that is wider than what is published lies beside
  * itself, as narrow. FANIN_ERR_MISMATCH: the tensors are not those that were recorded, or a module
