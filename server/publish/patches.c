@@ -231,12 +231,25 @@ void patches_prepare(commit *c, uint32_t part)
         device_patch_prepare(c->catalog->plan, part, c->arena);
 }
 
+/* Once, as it is asked for once. */
+static void tell_no_room(const fanin_server *s, const publication *p,
+                         const fanin_error *why)
+{
+    if (why->status != FANIN_OK)
+        log_write(&s->log, FANIN_LOG_WARNING, "no-patches",
+                  "%s: readers get whole steps: %s; patches take an eighth of the "
+                  "snapshot's bytes in pinned host memory: allow the trainer that much "
+                  "memory, or commit without deltas",
+                  p->name, why->message);
+}
+
 /* NULL: no room, or no memory. */
 static patch *queue_patch(fanin_server *s, commit *c, uint32_t part, unsigned before)
 {
     const arena_part *p = &c->catalog->plan->arenas->parts[part];
     uint64_t directory = patch_directory_bytes(p->length), most = p->length / SHARE;
-    uint8_t *packed;
+    uint8_t *packed = NULL;
+    fanin_error why = FANIN_ERROR_INIT;
     patch *made = malloc(sizeof *made);
     if (!made)
         return NULL;
@@ -244,11 +257,15 @@ static patch *queue_patch(fanin_server *s, commit *c, uint32_t part, unsigned be
     discard_withdrawn(s, c);
     leave_room_for_next(s, c->of, p->room);
     if (device_patch_queue(c->catalog->plan, part, before, c->arena, most, &packed,
-                           &made->made))
+                           &made->made, &why))
         made->boxes =
             shard_catalog_of_patch(&s->registrar, packed, p->room, directory, 0);
+    else
+        tell_no_room(s, c->of, &why);
     if (made->boxes)
         return made;
+    if (packed) /* kernels that write there run before those of the next patch */
+        patch_room_give(p->room, packed);
     free(made);
     return NULL;
 }

@@ -14,32 +14,33 @@ void device_patch_prepare(arena_plan *plan, uint32_t part, unsigned arena)
 }
 
 /* What does not come about is not tried again. */
-static bool room_is_there(gpu *g, arena_part *p, uint64_t most)
+static bool room_is_there(gpu *g, arena_part *p, uint64_t most, fanin_error *why)
 {
     if (p->asked_for_room)
         return p->room && p->scratch;
     p->asked_for_room = true;
-    if (gpu_prepare_patches(g, p->memory.device, NULL) == FANIN_OK &&
+    if (gpu_prepare_patches(g, p->memory.device, why) == FANIN_OK &&
         gpu_alloc(g, p->memory.device, patch_kernel_scratch(p->length), &p->scratch,
-                  NULL) == FANIN_OK)
-        p->room = patch_room_make(g, most);
+                  why) == FANIN_OK)
+        p->room = patch_room_make(g, most, why);
     return p->room && p->scratch;
 }
 
 bool device_patch_queue(arena_plan *plan, uint32_t part, unsigned before,
                         unsigned after, uint64_t most, uint8_t **packed,
-                        const uint64_t **made)
+                        const uint64_t **made, fanin_error *why)
 {
     static const uint64_t none = PATCH_TOO_LARGE;
     arena_part *p = &plan->arenas->parts[part];
     uint64_t directory = patch_directory_bytes(p->length), length;
     if (!plan->zeroed[0] || !plan->zeroed[1] ||
-        !room_is_there(plan->arenas->gpu, p, most))
+        !room_is_there(plan->arenas->gpu, p, most, why))
         return false;
     *packed = patch_room_take(p->room, &length);
     if (!*packed || length < directory) {
         if (*packed)
             patch_room_give(p->room, *packed);
+        *packed = NULL;
         return false;
     }
     uint16_t *counts = p->scratch;

@@ -18,10 +18,10 @@ void device_patch_prepare(arena_plan *plan, uint32_t part, unsigned arena);
  * memory for @p most bytes, made by the first call, the patch may have what is free. *@p packed:
  * its directory, in a block of the part's room that is the caller's then; its changes are behind
  * it. *@p made: how many those are when the stream gets there, or PATCH_TOO_LARGE. False: none is
- * made.
+ * made; @p why is set the first time that the device or the host refuses what all patches need.
  */
 bool device_patch_queue(arena_plan *plan, uint32_t part, unsigned before,
                         unsigned after, uint64_t most, uint8_t **packed,
-                        const uint64_t **made);
+                        const uint64_t **made, fanin_error *why);
 
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/patch_room.h"
+#include "error_set.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -21,12 +22,13 @@ struct patch_room {
     taken *first;
 };
 
-patch_room *patch_room_make(gpu *g, uint64_t bytes)
+patch_room *patch_room_make(gpu *g, uint64_t bytes, fanin_error *error)
 {
     void *memory = NULL;
     patch_room *r = calloc(1, sizeof *r);
     bytes = (bytes + ALIGNMENT - 1) & ~(ALIGNMENT - 1);
-    if (!r || gpu_host_alloc(g, bytes + sizeof(uint64_t), &memory, NULL) != FANIN_OK) {
+    if ((r ? gpu_host_alloc(g, bytes + sizeof(uint64_t), &memory, error)
+           : error_set_memory(error)) != FANIN_OK) {
         free(r);
         return NULL;
     }

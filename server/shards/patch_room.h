@@ -13,8 +13,9 @@
 
 typedef struct patch_room patch_room;
 
-/** For blocks of @p bytes, with one user. NULL: so much cannot be pinned, or no memory. */
-patch_room *patch_room_make(gpu *g, uint64_t bytes);
+/** For blocks of @p bytes, with one user. NULL, and @p error why: so much cannot be pinned, or no
+    memory. */
+patch_room *patch_room_make(gpu *g, uint64_t bytes, fanin_error *error);
 /** One user less; the last one, or the last block given back, frees. NULL is fine. */
 void patch_room_leave(patch_room *r);
 /** The longest stretch that is free, of *@p length bytes, aligned to 64. NULL: no memory, or none

@@ -390,4 +390,23 @@ DEVICE_TEST(memory_of_several_kinds_has_no_patches)
     assert_int_equal(server_stats(s).patches_made, 0);
 }
 
+/* Refused once, it is not asked for again, and the log says what to do. */
+DEVICE_TEST(patches_need_pinned_memory)
+{
+    fanin_server *s = server_start_lease(0);
+    patch_offers offers;
+    log_listen("no-patches");
+    server_put(s, RUN, "a", device_alloc(0, 1000, FAKE_CUDA_MALLOC), 1000);
+    commit_deltas(s, 1);
+    peer p = peer_open(s);
+    peer_request_patches(&p, WIRE_RULE_NEWEST, 0);
+    peer_patches(&p, &offers);
+    fake_cuda_fail("cuMemHostAlloc", CUDA_ERROR_OUT_OF_MEMORY, 0, 0);
+    commit_deltas(s, 2);
+    commit_deltas(s, 3);
+    fake_cuda_fail("cuMemHostAlloc", CUDA_SUCCESS, 0, 0);
+    log_expect(1, "pinned host memory: allow the trainer that much");
+    assert_int_equal(server_stats(s).patches_made, 0);
+}
+
 TESTS_BETWEEN(device_set_up, NULL)
