@@ -154,17 +154,21 @@ fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
     return status;
 }
 
-/* The kernel is loaded and the context current. More blocks than are resident would wait. */
+/* The kernel is loaded. More blocks than are resident would wait. */
 static fanin_status kernel_launch(gpu_stream *stream, const gpu_kernel *kernel,
                                   const char *name, uint64_t blocks, unsigned threads,
                                   void *parameters, fanin_error *error)
 {
     void *arguments[] = {parameters};
+    fanin_status status = gpu_context_enter(stream->g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
     if (blocks > kernel->resident_blocks)
         blocks = kernel->resident_blocks;
     CUresult result =
         stream->g->cuLaunchKernel(kernel->function, (unsigned)blocks, 1, 1, threads, 1,
                                   1, 0, stream->handle, arguments, NULL);
+    gpu_context_leave(stream->g);
     if (result != CUDA_SUCCESS)
         return gpu_error(stream->g, error, result,
                          "starting the %s kernel on device %d", name, stream->device);
@@ -218,8 +222,6 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
     if (list->n_pieces == 0)
         return FANIN_OK;
     fanin_status status = gpu_prepare_digest(g, stream->device, error);
-    if (status == FANIN_OK)
-        status = gpu_context_enter(g, stream->device, error);
     if (status != FANIN_OK)
         return status;
     const gpu_kernel *kernel = &g->slots[stream->device].digest;
@@ -234,10 +236,8 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
                                     .share = (uint32_t)(DIGEST_KERNEL_ROW / shares)};
     uint64_t blocks =
         (list->n_rows * shares + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
-    status = kernel_launch(stream, kernel, "digest", blocks, DIGEST_KERNEL_THREADS,
-                           &parameters, error);
-    gpu_context_leave(g);
-    return status;
+    return kernel_launch(stream, kernel, "digest", blocks, DIGEST_KERNEL_THREADS,
+                         &parameters, error);
 }
 
 fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t n,
@@ -247,15 +247,11 @@ fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t
     if (n == 0)
         return FANIN_OK;
     fanin_status status = gpu_prepare_file_digest(g, stream->device, error);
-    if (status == FANIN_OK)
-        status = gpu_context_enter(g, stream->device, error);
     if (status != FANIN_OK)
         return status;
     digest_file_parameters parameters = {.bytes = bytes, .out = out, .count = n};
-    status = kernel_launch(stream, &g->slots[stream->device].file_digest, "digest", n,
-                           DIGEST_FILE_KERNEL_THREADS, &parameters, error);
-    gpu_context_leave(g);
-    return status;
+    return kernel_launch(stream, &g->slots[stream->device].file_digest, "digest", n,
+                         DIGEST_FILE_KERNEL_THREADS, &parameters, error);
 }
 
 /* The scan's one warp goes through all segments, the others share them. */
@@ -266,8 +262,6 @@ fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
     patch_parameters parameters = *p;
     const gpu_kernel *kernels = g->slots[stream->device].patch;
     fanin_status status = gpu_prepare_patches(g, stream->device, error);
-    if (status == FANIN_OK)
-        status = gpu_context_enter(g, stream->device, error);
     if (status != FANIN_OK)
         return status;
     uint64_t shares = patch_kernel_segments(p->bytes) * PATCH_SHARES,
@@ -277,7 +271,6 @@ fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
             kernel_launch(stream, &kernels[i], "patch", i == PATCH_SCAN ? 1 : blocks,
                           i == PATCH_SCAN ? PATCH_SCAN_THREADS : PATCH_KERNEL_THREADS,
                           &parameters, error);
-    gpu_context_leave(g);
     return status;
 }
 
@@ -294,12 +287,8 @@ fanin_status gpu_patch_apply(gpu_stream *stream, const patch_apply_parameters *p
     if (p->count == 0)
         return FANIN_OK;
     fanin_status status = gpu_prepare_apply(g, stream->device, error);
-    if (status == FANIN_OK)
-        status = gpu_context_enter(g, stream->device, error);
     if (status != FANIN_OK)
         return status;
-    status = kernel_launch(stream, &g->slots[stream->device].patch[PATCH_APPLY],
-                           "patch", p->count, PATCH_KERNEL_THREADS, &parameters, error);
-    gpu_context_leave(g);
-    return status;
+    return kernel_launch(stream, &g->slots[stream->device].patch[PATCH_APPLY], "patch",
+                         p->count, PATCH_KERNEL_THREADS, &parameters, error);
 }

@@ -208,8 +208,9 @@ void gpu_stream_destroy(gpu_stream **stream)
     free(s);
 }
 
-fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t bytes,
-                      fanin_error *error)
+/* @p from NULL: zeroes. */
+static fanin_status queue_bytes(gpu_stream *stream, void *to, const void *from,
+                                size_t bytes, fanin_error *error)
 {
     gpu *g = stream->g;
     if (bytes == 0)
@@ -218,29 +219,26 @@ fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t byt
     if (status != FANIN_OK)
         return status;
     CUresult result =
-        g->cuMemcpyAsync((CUdeviceptr)to, (CUdeviceptr)from, bytes, stream->handle);
+        from ? g->cuMemcpyAsync((CUdeviceptr)to, (CUdeviceptr)from, bytes,
+                                stream->handle)
+             : g->cuMemsetD8Async((CUdeviceptr)to, 0, bytes, stream->handle);
     gpu_context_leave(g);
     if (result != CUDA_SUCCESS)
-        return gpu_error(g, error, result, "copying %zu bytes on device %d", bytes,
-                         stream->device);
+        return gpu_error(g, error, result, "%s %zu bytes on device %d",
+                         from ? "copying" : "zeroing", bytes, stream->device);
     return FANIN_OK;
+}
+
+fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t bytes,
+                      fanin_error *error)
+{
+    return queue_bytes(stream, to, from, bytes, error);
 }
 
 fanin_status gpu_zero(gpu_stream *stream, void *memory, size_t bytes,
                       fanin_error *error)
 {
-    gpu *g = stream->g;
-    if (bytes == 0)
-        return FANIN_OK;
-    fanin_status status = gpu_context_enter(g, stream->device, error);
-    if (status != FANIN_OK)
-        return status;
-    CUresult result = g->cuMemsetD8Async((CUdeviceptr)memory, 0, bytes, stream->handle);
-    gpu_context_leave(g);
-    if (result != CUDA_SUCCESS)
-        return gpu_error(g, error, result, "zeroing %zu bytes on device %d", bytes,
-                         stream->device);
-    return FANIN_OK;
+    return queue_bytes(stream, memory, NULL, bytes, error);
 }
 
 /* Blocking calls of the driver know no deadline, and callbacks cost more than a question. */
