@@ -35,7 +35,9 @@ static const struct {
     {FANIN_ERR_EXISTS, "remove what is there, or take another name"},
     {FANIN_ERR_NOT_FOUND, "check the name: `nixl-fetch list` shows what is published"},
     {FANIN_ERR_STATE, "make the call in a state that its documentation names"},
-    {FANIN_ERR_STALE, "pull again; if it goes on, let the trainer publish snapshots"},
+    {FANIN_ERR_STALE,
+     "pull again; if it goes on, let the trainer publish snapshots, or "
+     "with snapshots commit less often"},
     {FANIN_ERR_TIMEOUT,
      "allow more time, and see what the ranks do: nixl-fetch status"},
     {FANIN_ERR_CANCELLED, "call again if what was cancelled is still wanted"},
