@@ -54,6 +54,7 @@ fanin_status pull_choose(pull *p, fanin_error *error)
         return FANIN_OK;
     }
     p->result->info.base_step = p->delta->base_step;
+    p->result->info.path = p->delta->reader->number; /* nothing may have changed */
     p->result->info.whole_because = NULL;
     plan_detail_readers(scene.plan, p->publication);
     p->state = d->recall ? PULL_RECALL : PULL_STREAMS;

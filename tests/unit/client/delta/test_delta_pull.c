@@ -224,6 +224,7 @@ CASE(what_has_changed_is_all_that_is_read)
     expect_delta(s.step); /* the same step again: nothing is read */
     assert_int_equal(odd.patches, 0);
     assert_int_equal(s.info.patch_bytes, 0);
+    assert_int_equal(s.info.path, FANIN_PATH_STREAM);
 }
 
 CASE(steps_that_were_left_out_are_a_chain)
