@@ -287,7 +287,7 @@ static void look_at_parked(struct control *c)
         next = s->next;
         if (!parks_landed(s))
             continue;
-        parked_stir(s);
+        (void)parked_stir(s);
         work_begin(s);
         bool says = !must_rest(s) && parked_look(s);
         work_charge(s);
@@ -383,8 +383,8 @@ static void lists_look(struct control *c)
         return;
     c->lists_due = UINT64_MAX;
     for (session *s = c->sessions; s; s = s->next) {
-        parked_stir(s);
-        session_note_due(s);
+        if (parked_stir(s))
+            session_note_due(s);
     }
 }
 

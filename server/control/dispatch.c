@@ -134,7 +134,7 @@ void session_take_turn(session *s)
     work_begin(s);
     if (s->n_waits + s->n_watches > 0)
         waits_review(s);
-    parked_stir(s);
+    (void)parked_stir(s);
     (void)parked_look(s);
     if (session_secure(s) && !session_receive(s))
         session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);

@@ -105,22 +105,43 @@ void relay_part_free(session *s)
 /* To tell all costs the thread its time: many sessions hear seldom, and at the same moments, so
    that it looks for them at once. Few hear at once, for who passes on gigabytes in milliseconds
    waits for nothing else. */
-deadline news_due(const struct control *c)
+static deadline due_for(const struct control *c, uint64_t sessions, uint64_t most_ms)
 {
     fanin_server *server = c->server;
     pthread_mutex_lock(&server->lock);
-    uint64_t ms = server->control_sessions / NEWS_SESSIONS;
+    uint64_t ms = server->control_sessions / sessions;
     pthread_mutex_unlock(&server->lock);
-    uint64_t every = (ms < NEWS_MOST_MS ? ms : NEWS_MOST_MS) * 1000000;
+    uint64_t every = (ms < most_ms ? ms : most_ms) * 1000000;
     return every > 0 ? (clock_ns() / every + 1) * every : 0;
 }
 
+deadline news_due(const struct control *c)
+{
+    return due_for(c, NEWS_SESSIONS, NEWS_MOST_MS);
+}
+
+/* Of a list who knows nothing hears soon, though of all that come at the same time. Where hundreds
+   come within a second, all would be told of each. */
+static void put_off(const session *s, parked *q)
+{
+    if (q->type == MSG_HOLDERS)
+        q->quiet_until = q->version == 0
+                             ? news_due(s->control)
+                             : due_for(s->control, MORE_SESSIONS, MORE_MOST_MS);
+}
+
+static bool may_hear(const session *s, const parked *q)
+{
+    return deadline_passed(s->relays->quiet_until) && deadline_passed(q->quiet_until);
+}
+
 /* News that come soon after others wait until more of them are together. */
-static void answer_or_park(session *s, const parked *q)
+static void answer_or_park(session *s, parked *q)
 {
     relay_part *r = s->relays;
-    bool is_over = deadline_passed(q->at), may_hear = deadline_passed(r->quiet_until);
-    if (is_over || may_hear) {
+    put_off(s, q);
+    bool is_over = deadline_passed(q->at), hears = may_hear(s, q);
+    if (is_over || hears) {
         if (answer(s, q, is_over)) {
             r->quiet_until = news_due(s->control);
             release_list(s, q);
@@ -130,8 +151,8 @@ static void answer_or_park(session *s, const parked *q)
     if (r->n_parked < SESSION_PARKED) {
         park_request(s, q);
         /* For news that are put off, or came before anybody listened. Lists are this thread's. */
-        if (!may_hear || q->type == MSG_LANDED)
-            parked_stir(s);
+        if (!hears || q->type == MSG_LANDED)
+            (void)parked_stir(s);
         return;
     }
     release_list(s, q);
@@ -141,26 +162,31 @@ static void answer_or_park(session *s, const parked *q)
     reply_error(s, q->request, &error);
 }
 
-void parked_stir(session *s)
+bool parked_stir(session *s)
 {
-    if (s->relays)
-        s->relays->stirred = s->relays->n_parked > 0;
+    relay_part *r = s->relays;
+    bool is_new = r && r->n_parked > 0 && !r->stirred;
+    if (is_new)
+        r->stirred = true;
+    return is_new;
 }
 
 static bool tell_news(session *s)
 {
     relay_part *r = s->relays;
+    bool later = false;
     if (!r->stirred || !deadline_passed(r->quiet_until))
         return false;
     for (size_t i = 0; i < SESSION_PARKED; i++) {
         parked *q = &r->parked[i];
-        if (!q->type || !answer(s, q, false))
+        later = later || (q->type && !may_hear(s, q));
+        if (!q->type || !may_hear(s, q) || !answer(s, q, false))
             continue;
         unpark_request(s, q);
         r->quiet_until = news_due(s->control);
         return true; /* the others have theirs next time */
     }
-    r->stirred = false;
+    r->stirred = later;
     return false;
 }
 
@@ -182,13 +208,20 @@ bool parked_look(session *s)
 deadline parked_due(const session *s)
 {
     const relay_part *r = s->relays;
-    deadline at = UINT64_MAX;
+    deadline at = UINT64_MAX, news = UINT64_MAX;
     if (!r || r->n_parked == 0)
         return at;
-    for (size_t i = 0; i < SESSION_PARKED; i++)
-        if (r->parked[i].type)
-            at = deadline_sooner(at, r->parked[i].at);
-    return r->stirred ? deadline_sooner(at, r->quiet_until) : at;
+    unsigned left = r->n_parked;
+    for (const parked *q = r->parked; left > 0; q++) {
+        if (!q->type)
+            continue;
+        at = deadline_sooner(at, q->at);
+        news = deadline_sooner(news, q->quiet_until);
+        left--;
+    }
+    if (news < r->quiet_until)
+        news = r->quiet_until;
+    return r->stirred ? deadline_sooner(at, news) : at;
 }
 
 void parked_cancel(session *s)
@@ -459,7 +492,7 @@ static void count_offers(session *s, int more)
     pthread_mutex_unlock(&server->lock);
 }
 
-/* Who offers something else now waits for no news of those who hold that. */
+/* Who offers something else now waits for no news of those who hold that, and is told none. */
 static void end_parked(session *s, const char *publication, uint64_t step)
 {
     for (size_t i = 0; i < SESSION_PARKED; i++) {
@@ -467,7 +500,11 @@ static void end_parked(session *s, const char *publication, uint64_t step)
         if (q->type != MSG_HOLDERS || q->list->step != step ||
             strcmp(q->list->publication, publication) != 0)
             continue;
-        (void)answer_holders(s, q, true);
+        msg_holders_ok nothing_new = {.version = q->version};
+        if (q->version > 0)
+            encode_holders_ok(&s->out.bytes, q->request, &nothing_new);
+        else
+            (void)answer_holders(s, q, true);
         unpark_request(s, q);
     }
 }

@@ -15,14 +15,18 @@
 /** A session is told news at most once in a millisecond for so many that there are, and in ... */
 #define NEWS_SESSIONS 8
 #define NEWS_MOST_MS 20
+/** ... and more of a list after ... */
+#define MORE_SESSIONS 2
+#define MORE_MOST_MS 256
 
 typedef struct parked {
     message_type type; /**< MSG_LANDED or MSG_HOLDERS; 0: this place is free */
     uint64_t request;
     deadline at;
-    uint64_t version;  /**< that the client knows */
-    uint8_t token[16]; /**< of landed */
-    holder_list *list; /**< of holders */
+    uint64_t version;     /**< that the client knows */
+    uint8_t token[16];    /**< of landed */
+    holder_list *list;    /**< of holders */
+    deadline quiet_until; /**< no news before */
 } parked;
 
 typedef struct offer {
@@ -45,10 +49,11 @@ size_t relay_part_memory(const session *s);
 /** With the session. */
 void relay_part_free(session *s);
 
-/** When who has just heard news may hear more; 0: at once. */
+/** When who has just heard news may hear others; 0: at once. */
 deadline news_due(const struct control *c);
-/** There may be news for the session's parked requests. */
-void parked_stir(session *s);
+/** There may be news for the session's parked requests. False: that was known, or there are no
+    requests. */
+bool parked_stir(session *s);
 /** Whether a change of a publication may be news for it. */
 static inline bool parks_landed(const session *s)
 {

@@ -15,7 +15,7 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define KEEP_MOST 65536 /**< of an empty output buffer */
+#define KEEP_MOST 4096 /**< of an empty output buffer */
 
 bool session_account(session *s)
 {

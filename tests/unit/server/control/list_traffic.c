@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SESSIONS=512 STEPS=8 list-traffic: what lists of relays cost the control thread of the rank that
-   keeps them. All sessions offer each step, and ask who holds it until they know all, as readers'
-   threads do (relay/list.c); their requests for the step before are left behind. */
+/* SESSIONS=512 STEPS=8 SPREAD=0 list-traffic: what lists of relays cost the control thread of the
+   rank that keeps them. All sessions offer each step, one after the other within SPREAD ms, and ask
+   who holds it until they know all, as readers' threads do (relay/list.c); their requests for the
+   step before are left behind. */
 #include "clock.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -20,7 +21,7 @@ typedef struct relay {
 } relay;
 
 static size_t n;
-static uint64_t bytes;
+static uint64_t bytes, spread_ns;
 
 static void offer(relay *r, size_t i, uint64_t step)
 {
@@ -70,15 +71,26 @@ static size_t count_ready(const relay *all)
     return ready;
 }
 
+/* Those whose time has come; how many that are by now. */
+static size_t come(relay *all, size_t come, uint64_t began, uint64_t step)
+{
+    for (; come < n && clock_ns() - began >= spread_ns / n * come; come++) {
+        all[come].version = all[come].known = 0;
+        offer(&all[come], come, step);
+        ask(&all[come], step);
+    }
+    return come;
+}
+
 static void run_step(relay *all, struct pollfd *fds, uint64_t step)
 {
-    for (size_t i = 0; i < n; i++) {
-        all[i].version = all[i].known = 0;
-        offer(&all[i], i, step);
-        ask(&all[i], step);
-    }
-    while (count_ready(all) < n) {
-        assert_true(poll(fds, (nfds_t)n, 10000) > 0);
+    uint64_t began = clock_ns();
+    for (size_t i = 0; i < n; i++)
+        all[i].known = 0;
+    for (size_t there = 0; count_ready(all) < n;) {
+        there = come(all, there, began, step);
+        int told = poll(fds, (nfds_t)n, there < n ? 1 : 10000);
+        assert_true(told > 0 || there < n);
         for (size_t i = 0; i < n; i++)
             if (fds[i].revents)
                 hear(&all[i], step);
@@ -97,6 +109,7 @@ SERVER_TEST(list_traffic)
     static const struct rlimit most = {65536, 65536};
     n = number_of("SESSIONS", 512);
     uint64_t steps = number_of("STEPS", 8);
+    spread_ns = number_of("SPREAD", 0) * 1000000;
     (void)setrlimit(RLIMIT_NOFILE, &most);
     fanin_server_config c = server_config();
     c.max_sessions = (uint32_t)(4 * n);

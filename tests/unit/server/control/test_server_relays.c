@@ -53,14 +53,20 @@ static void offer_plainly(peer *p, uint16_t port)
     offer(p, &m);
 }
 
+static void add_ask(buffer *b, peer *p, uint64_t step, uint8_t holding,
+                    uint64_t version, uint32_t timeout_ms)
+{
+    msg_holders m = {
+        .publication = RUN, .step = step, .version = version, .timeout_ms = timeout_ms};
+    memset(m.holding, holding, sizeof m.holding);
+    encode_holders(b, ++p->request, &m);
+}
+
 static void ask(peer *p, uint64_t step, uint8_t holding, uint64_t version,
                 uint32_t timeout_ms)
 {
     buffer b = {0};
-    msg_holders m = {
-        .publication = RUN, .step = step, .version = version, .timeout_ms = timeout_ms};
-    memset(m.holding, holding, sizeof m.holding);
-    encode_holders(&b, ++p->request, &m);
+    add_ask(&b, p, step, holding, version, timeout_ms);
     peer_send(p, &b);
 }
 
@@ -231,26 +237,39 @@ SERVER_TEST(a_relay_may_have_two_sessions)
 
 SERVER_TEST(a_session_among_many_hears_news_seldom)
 {
-    enum { RELAYS = 20, OTHERS = 27 }; /* 6 ms for all, and who asks */
+    enum { RELAYS = 5, OTHERS = 42 }; /* 24 ms for all, and who asks */
     fanin_server *s = start(0);
     peer p = peer_open(s), relays[RELAYS];
-    uint64_t joined = 0, version;
-    unsigned answers = 0;
     for (unsigned i = 0; i < OTHERS; i++)
         (void)peer_open(s);
     for (unsigned i = 0; i < RELAYS; i++)
         relays[i] = open_relay(s);
     ask(&p, 5, 1, 0, 0);
-    version = hear(&p);
-    uint64_t began = clock_ns();
-    for (unsigned i = 0; i < RELAYS; i++)
+    uint64_t version = hear(&p), began = clock_ns();
+    for (unsigned i = 0; i < RELAYS; i++) {
         offer_plainly(&relays[i], (uint16_t)(7001 + i));
-    for (; joined < RELAYS; joined += heard.n_entries, answers++) {
         ask(&p, 5, 1, version, PATIENT);
         version = hear(&p);
         assert_false(heard.all);
+        assert_int_equal(heard.n_entries, 1);
     }
-    assert_true(answers <= (clock_ns() - began) / 6000000 + 2);
+    assert_true(clock_ns() - began >= (RELAYS - 1) * UINT64_C(24000000));
+}
+
+/* Others may be about to come. */
+SERVER_TEST(among_many_who_asks_first_hears_a_little_later)
+{
+    enum { PEERS = 48 }; /* 6 ms */
+    fanin_server *s = start(0);
+    peer peers[PEERS];
+    for (unsigned i = 0; i < PEERS; i++)
+        peers[i] = peer_open(s);
+    uint64_t began = clock_ns();
+    for (unsigned i = 0; i < PEERS; i++) {
+        ask(&peers[i], 5, 1, 0, PATIENT);
+        hear(&peers[i]);
+    }
+    assert_true(clock_ns() - began >= (PEERS - 1) * UINT64_C(6000000));
 }
 
 /* ------------------------------------------------------------------ refusals */
@@ -474,6 +493,26 @@ SERVER_TEST(who_offers_the_next_step_is_rid_of_its_parked_requests)
     assert_true(peer_silent(&p, 50));
     peer_close(&p);
     server_expect_idle(s);
+}
+
+/* All that leave a list at the same time would be told of each other. */
+SERVER_TEST(who_offers_the_next_step_is_told_no_news_of_the_one_before)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    msg_offer before = offer_of(4, 2, 7001), now = offer_of(5, 1, 7001);
+    ask(&p, 4, 2, 0, 0);
+    uint64_t version = hear(&p);
+    buffer b = {0}; /* in one piece: nothing is told meanwhile */
+    add_ask(&b, &p, 4, 2, version, PATIENT);
+    encode_offer(&b, ++p.request, &before);
+    encode_offer(&b, ++p.request, &now);
+    peer_send(&p, &b);
+    (void)peer_expect(&p, MSG_OFFER_OK);
+    (void)peer_expect(&p, MSG_OFFER_OK);
+    assert_true(hear(&p) == version);
+    assert_int_equal(heard.n_entries, 0);
+    assert_false(heard.all);
 }
 
 /* ------------------------------------------------------------------ what is counted */
