@@ -20,10 +20,11 @@ standard error.
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
 secret, so that TCP is TLS. --cuda: the weights lie in memory of devices 0 and 1, or of one, by the
 driver LIBRARY, libcuda.so.1 or the build's stand-in for it; exit status 77 if it has none.
---relays: readers hand on to each other. --deltas: steps change little, and readers pull patches;
+--relays: readers hand on to each other, and one lies. --deltas: steps change little, and readers pull patches;
 that none of them does is a fault, too. --mutant: with programs that are wrong in one way, and exit
 status 0 only if it was found: unchecked (readers do not ask the ranks at the end), base (with
---deltas: they apply patches to whatever there is), byte, stale, write, hang, wedge, leak,
+--deltas: they apply patches to whatever there is), trusting (with --relays: they do not verify what
+one that lies has brought), byte, stale, write, hang, wedge, leak,
 leak-rank, late, starve. With the right to mount, the adapters of one reader lie on a file system
 that a fault fills.
 """
@@ -95,13 +96,15 @@ DEVICE_READERS = (
     ("stream-tcp", True, True),
     ("auto", False, True),
 )
-# Readers that hand on to each other what they have read, beside one that does not.
+# Readers that hand on to each other what they have read, beside one that does not. At another site
+# all verify, as one alters what it hands on.
 RELAYS = (
     ("relay-unix", False, False),
     ("relay-tcp", True, False),
     ("stream-tcp", True, True),
     ("relay-unix", False, False),
-    ("stream-unix", False, False),
+    ("relay-verify", False, False),
+    ("relay-liar", False, False),
 )
 # Readers of patches, beside those that read none.
 DELTAS = (
@@ -127,6 +130,7 @@ FOUND = {
     "leak-rank": "leaked",
     "late": "late updates",
     "starve": "starved",
+    "trusting": "wrong",
 }
 UNRULY = ("unchecked", "base")  # mutants that are one program
 PROGRESS = 500  # faults
@@ -582,6 +586,9 @@ class Campaign:
     def _patches(self) -> int:
         return sum(reader.patches for reader in self.readers)
 
+    def _lies(self) -> int:
+        return sum(reader.lies for reader in self.readers)
+
     def line(self) -> tuple[str, bool]:
         """The figures, and whether all is well."""
         verdicts = sum((reader.verdicts for reader in self.readers), Counter())
@@ -594,7 +601,8 @@ class Campaign:
             f"{verdicts.total()} calls, {verdicts['good']} good, {self._patches()} by patches;"
             f" {self.board.total(UPDATES)}"
             f" updates, {self.board.total(ACTS)} acts of the trainer,"
-            f" {self.board.reader_acts()} of readers; {self.faults.total()} faults"
+            f" {self.board.reader_acts()} of readers, {self._lies()} lies found;"
+            f" {self.faults.total()} faults"
             f" ({kinds}); {figures}; starved {len(self.found.starved)}, {self.found.pulse.told()};"
             f" slowest recovery {slow:.1f} s ({after}); worst overrun {overrun} ms",
             not any(bad.values()) and overrun < HUNG,

@@ -293,6 +293,7 @@ class Reader:
         self.statuses: Counter[str] = Counter()
         self.texts: dict[str, str] = {}  # by status, the last one
         self.patches = 0  # good calls that have read them
+        self.lies = 0  # of relays, that it has found
         self.wholes: Counter[str] = Counter()  # and those that could not, by why
         self.bad: list[Call] = []
         self.latest: deque[Call] = deque(maxlen=6)
@@ -326,6 +327,7 @@ class Reader:
         self.verdicts[call.verdict] += 1
         self.statuses[call.status] += 1
         self.texts[call.status] = call.text
+        self.lies += "brought other bytes than the trainer holds" in call.text
         if call.verdict == "good" and int(call.life, 16) not in self._lives:
             call.verdict, call.text = "wrong", f"of a launch that is none: {call.life}"
             self.verdicts["good"] -= 1

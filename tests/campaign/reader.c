@@ -5,7 +5,8 @@
  * A worker of a campaign: pulls for ever with one client, into memory between guard pages or, if
  * DIRECTORY is not "-", into adapters there, and judges each result by itself. PATH: stream-unix,
  * stream-tcp, or a path's name; relay-unix or relay-tcp: by a relay, which hands on what it has
- * read until the next call. A line on standard output for each call:
+ * read until the next call; relay-verify and relay-liar: likewise, at a site of their own, where
+ * all verify, as the liar alters what it hands on. A line on standard output for each call:
  *
  *   VERDICT STATUS TOOK_MS TIMEOUT_MS STEP LIFE BEGAN_NS DISTURBED|TEXT
  *
@@ -22,7 +23,8 @@
  *
  * Mutants (mutant.h): "hang" never ends a call; "leak" leaves a descriptor open in each eighth;
  * "write" changes memory after a failed one; "stale" goes on with the weights of its first launch;
- * "wedge" fails for ever; "starve" as long as the trainer trains.
+ * "wedge" fails for ever; "starve" as long as the trainer trains; "trusting" does not verify where
+ * one lies.
  *
  * Built with FANIN_TEST_HOOKS it has one rule less, which the campaign must notice: mutant
  * "unchecked" believes what it has read without asking the ranks at the end; "base" applies patches
@@ -261,6 +263,17 @@ static bool is_relay(const reader *r)
     return strncmp(r->path, "relay-", 6) == 0;
 }
 
+static bool is_liar(const reader *r)
+{
+    return strcmp(r->path, "relay-liar") == 0;
+}
+
+/* Whether it is where one lies. */
+static bool must_verify(const reader *r)
+{
+    return is_liar(r) || strcmp(r->path, "relay-verify") == 0;
+}
+
 static bool make_client(reader *r, outcome *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -276,6 +289,7 @@ static bool make_client(reader *r, outcome *o)
     fanin_relay_config relay;
     fanin_relay_config_init(&relay, sizeof relay);
     relay.client = &config;
+    relay.place = must_verify(r) ? "liars" : NULL;
     if (is_relay(r))
         o->status =
             fanin_relay_create(&relay, r->addresses, r->world, &r->relay, &error);
@@ -341,6 +355,8 @@ static fanin_status call(reader *r, fanin_pull_options *options, const char *dir
                          fanin_result **result, fanin_error *error)
 {
     options->verify = board_random(&r->random) % 8 == 0;
+    if (must_verify(r))
+        options->verify = !mutant_is("trusting");
     if (directory) {
         options->spare_file = board_random(&r->random) % 2;
         return fanin_client_pull_adapter(r->client, options, directory, result, error);
@@ -401,6 +417,14 @@ static void be_stale(reader *r, const fanin_pull_options *options, outcome *o)
     }
 }
 
+/* Alters a byte of each tensor that it hands on. */
+static void lie(const reader *r)
+{
+    for (size_t i = 0; i < N_TENSORS; i++)
+        r->bytes[(char *)r->boxes[i].address - r->memory] ^= 1;
+    memory_send(r->memory, r->size);
+}
+
 static void tell_how(const fanin_result_info *info, outcome *o)
 {
     size_t n = strlen(o->text);
@@ -447,6 +471,8 @@ static void pull(reader *r, outcome *o)
         bool good = (r->directory ? check_file(directory, o) : check_memory(r, o)) &&
                     check_launch(&before, o) && check_step(r, &before, &options, o);
         o->verdict = good ? "good" : "wrong";
+        if (is_liar(r))
+            lie(r);
         tell_how(&info, o);
     } else {
         bool left = r->directory && !there && is_there(directory);
