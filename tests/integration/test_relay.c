@@ -20,6 +20,7 @@ static reader readers[READERS_MOST];
 
 static int tear_down(void **state)
 {
+    falsify_landed(NULL);
     for (size_t i = 0; i < READERS_MOST; i++)
         relay_reader_close(&readers[i]);
     world_stop(&w);
@@ -647,6 +648,24 @@ CASE(a_relay_that_has_nothing_is_not_waited_for)
     uint64_t began = clock_ns();
     assert_int_equal(relay_pull(&readers[0]), FANIN_ERR_SUPERSEDED);
     assert_true(clock_ns() - began < UINT64_C(4500000000));
+    stranger_close(&x);
+}
+
+/* It has proven nothing, and says that it has all, or more than there is. */
+CASE(a_relay_that_has_not_what_it_says_is_done_without)
+{
+    stranger x;
+    begin_readers(1);
+    stranger_open(&x, SIZE_MAX, 0);
+    const landed_range lies[] = {{0, (uint32_t)x.parts.n},
+                                 {0, (uint32_t)x.parts.n + 1},
+                                 {UINT32_MAX, 1},
+                                 {1, UINT32_MAX}};
+    for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
+        falsify_landed(&lies[i]);
+        expect_pull(&readers[0], 1);
+        assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
+    }
     stranger_close(&x);
 }
 

@@ -38,6 +38,28 @@ fanin_status __wrap_pull_session_read(fanin_session *s, const group_run *runs, s
     return __real_pull_session_read(s, runs, n, error);
 }
 
+static const landed_range *false_landed;
+
+fanin_status __real_decode_landed_ok(body *in, msg_landed_ok *out,
+                                     landed_range *ranges);
+fanin_status __wrap_decode_landed_ok(body *in, msg_landed_ok *out,
+                                     landed_range *ranges);
+
+fanin_status __wrap_decode_landed_ok(body *in, msg_landed_ok *out, landed_range *ranges)
+{
+    fanin_status status = __real_decode_landed_ok(in, out, ranges);
+    if (false_landed) {
+        ranges[0] = *false_landed;
+        out->n_ranges = 1;
+    }
+    return status;
+}
+
+void falsify_landed(const landed_range *range)
+{
+    false_landed = range;
+}
+
 void end_time_at_read(int reads)
 {
     atomic_store(&reads_left, reads);

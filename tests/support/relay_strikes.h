@@ -13,6 +13,9 @@ int strike_left(void);
 /** The read of that number, from now on, finds its time over, and nobody to blame. */
 void end_time_at_read(int reads);
 
+/** Relays say that they have this, whatever they have; NULL: the truth. Not within a pull. */
+void falsify_landed(const landed_range *range);
+
 void commit_2(void);
 void stop_ranks(void);
 
