@@ -132,7 +132,8 @@ def test_a_worker_that_fails_leaves_no_adapter_anywhere(place: Place, what: str,
     if what == "put":
         with pytest.raises(Refused, match="no memory in put"):
             place.load(name)
-        assert place.call_workers("adapters") == before
+        for was, now in zip(before, place.call_workers("adapters"), strict=True):
+            assert set(now) <= set(was), "one may have left for what failed"
         assert place.load(name)["landing"] == "slot"
     else:
         answer = place.load(name)
