@@ -53,9 +53,6 @@ NARROWED = ("BF16", "F16")
 TORCH_DTYPES = {row.torch: name for name, row in _ROWS.items() if row.torch}
 """torch.dtype without its prefix: safetensors' name."""
 
-NUMPY = {name: row.held for name, row in _ROWS.items() if row.held}
-"""NumPy's type of an array that can hold the elements: of some their bits."""
-
 NUMPY_KINDS = {row.held: name for name, row in _ROWS.items() if row.held and row.native}
 """array_interface's type string without the byte order: safetensors' name."""
 

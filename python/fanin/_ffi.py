@@ -29,15 +29,12 @@ from typing import Any
 from fanin._counters import SERVER_STATS
 
 MAX_DIMS = 8
-MAX_NAME = 512
 WORLD_ID_SIZE = 16
 DRAIN_BUCKETS = 13
 
 OK = 0
-ERR_ARGUMENT = -100
 ERR_TIMEOUT = -201
 ERR_CANCELLED = -202
-ERR_CLOSED = -301
 
 LOG_ERROR, LOG_WARNING, LOG_INFO, LOG_DEBUG = 1, 2, 3, 4
 
@@ -69,9 +66,6 @@ class Error(Structure):
         ("message", c_char * 512),
         ("remedy", c_char * 256),
     ]
-
-
-LogFn = CFUNCTYPE(None, c_void_p, c_int32, c_char_p, c_char_p)
 
 
 class LogLine(Structure):

@@ -48,7 +48,6 @@ class Slots:
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
         self.loader = loader_of(worker)
         self.manager = self.loader._adapter_manager
         self._memory = SlotMemory(self.manager)
