@@ -23,10 +23,16 @@ static const char *open_old(adapter *a, const char *directory)
     char why[OWNERSHIP_TEXT];
     a->old = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (a->old < 0)
-        return errno == ENOENT ? "there is no older directory"
-                               : "the older directory cannot be opened";
-    if (fstat(a->old, &info) != 0 || ownership_doubtful(&info, why))
-        return "the older directory may be written by other users";
+        return errno == ENOENT    ? "there is no older directory"
+               : errno == ENOTDIR ? "what is given as the older directory is none"
+               : errno == EACCES  ? "this user may not read the older directory"
+                                  : "the older directory cannot be opened";
+    if (fstat(a->old, &info) != 0)
+        return "the older directory cannot be looked at";
+    if (info.st_uid != geteuid())
+        return "the older directory belongs to another user";
+    if (ownership_doubtful(&info, why))
+        return "the older directory may be written by other users (chmod go-w)";
     return NULL;
 }
 
@@ -40,7 +46,7 @@ void adapter_begin_with(adapter *a, const char *directory, json_t **out,
     fanin_status status = adapter_read_identity(a, a->old, out, NULL);
     if (!*out)
         *because = status == FANIN_ERR_EXISTS
-                       ? "fanin.json of the older directory may be another user's"
+                       ? "others own or may write fanin.json of the older directory"
                        : "the older directory has no readable fanin.json";
 }
 
@@ -54,18 +60,28 @@ static bool has_header(int file, const safetensors_layout *layout)
     return same;
 }
 
+/* Of the disk that is written. */
+static bool disk_is_full(int reason)
+{
+    return reason == ENOSPC || reason == EDQUOT || reason == EFBIG;
+}
+
 /* From file to file: the kernel makes the space, and clears no pages before. It never lets both
    have one block, as copy_file_range() may: what is written into such a one by its mapping needs
-   another, and is a signal on a full disk. Bytes that were copied, at most @p size; <= 0: none. */
+   another, and is a signal on a full disk. Bytes that were copied, at most @p size; 0: the file
+   ends; -1 with errno. */
 static ssize_t copy_some(int file, const mapped_file *to, uint64_t at, size_t size)
 {
     off_t from = (off_t)at;
     ssize_t n = -1;
+    errno = 0;
     if (!to->anonymous && lseek(to->memory.file, from, SEEK_SET) == from)
         n = sendfile(to->memory.file, file, &from, size);
-    if (n >= 0)
+    if (n >= 0 || disk_is_full(errno))
         return n;
-    return file_read(file, to->memory.base + at, size, at) ? (ssize_t)size : -1;
+    return file_read(file, to->memory.base + at, size, at) ? (ssize_t)size
+           : errno == 0                                    ? 0
+                                                           : -1;
 }
 
 static fanin_status copy_tensors(adapter *a, size_t index, int file,
@@ -77,8 +93,13 @@ static fanin_status copy_tensors(adapter *a, size_t index, int file,
     while (at < size && status == FANIN_OK) {
         uint64_t left = size - at, step = left < COPY_STEP ? left : COPY_STEP;
         ssize_t n = copy_some(file, &a->mapped[index], at, (size_t)step);
+        if (n < 0 && disk_is_full(errno))
+            return adapter_io_error(&a->place, errno, "cannot write", made->name,
+                                    "free space there, or give a directory elsewhere",
+                                    error);
         if (n <= 0) {
-            *because = "the older directory cannot be copied";
+            *because = n == 0 ? "a file of the older directory became shorter"
+                              : "a file of the older directory cannot be read";
             return FANIN_OK;
         }
         at += (uint64_t)n;
@@ -94,10 +115,15 @@ static fanin_status recall_file(adapter *a, size_t index, const char **because,
     uint64_t size = 0;
     int file = -1;
     fanin_status status = FANIN_OK;
-    if (adapter_open_file(a, a->old, made->name, &file, &size, NULL) != FANIN_OK)
-        *because = "the older directory cannot be copied";
-    else if (file < 0 || size != made->layout.file_size ||
-             !has_header(file, &made->layout))
+    fanin_status opened = adapter_open_file(a, a->old, made->name, &file, &size, NULL);
+    if (opened != FANIN_OK)
+        *because = opened == FANIN_ERR_EXISTS
+                       ? "others own or may write a file of the older directory, or it "
+                         "is no regular one"
+                       : "a file of the older directory cannot be opened";
+    else if (file < 0)
+        *because = "a file is missing in the older directory";
+    else if (size != made->layout.file_size || !has_header(file, &made->layout))
         *because = "the older directory has not the files that are to be made";
     else
         status = copy_tensors(a, index, file, because, error);

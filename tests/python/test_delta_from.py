@@ -232,14 +232,15 @@ def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ("a bit", lambda old: flip(old / FILE, -1000), "not what the ranks held"),
         ("a bit of a header", lambda old: flip(old / FILE, 30), "not the files"),
         ("cut", lambda old: os.truncate(old / FILE, 100_000), "not the files"),
-        ("no file", lambda old: (old / FILE).unlink(), "not the files"),
+        ("no file", lambda old: (old / FILE).unlink(), "a file is missing in"),
         (
             "a folder",
             lambda old: ((old / FILE).unlink(), (old / FILE).mkdir()),
-            "cannot be copied",
+            "no regular one",
         ),
-        ("others'", lambda old: (old / FILE).chmod(0o666), "cannot be copied"),
-        ("all others'", lambda old: old.chmod(0o777), "other users"),
+        ("others'", lambda old: (old / FILE).chmod(0o666), "may write a file of the older"),
+        ("all others'", lambda old: old.chmod(0o777), "other users (chmod go-w)"),
+        ("identity of others", lambda old: (old / "fanin.json").chmod(0o666), "write fanin.json"),
         (
             "no identity",
             lambda old: (old / "fanin.json").unlink(),
@@ -300,6 +301,17 @@ def test_damaged(
     assert {one.name: one.stat().st_mtime_ns for one in old.iterdir()} == before
     trainer.commit()
     assert_delta(trainer.pull(tmp_path / "next", tmp_path / "new"), trainer.step - 1)
+
+
+def test_what_is_no_directory_of_ours(trainer: Trainer, old: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told = trainer.pull(tmp_path / "1", tmp_path / "file").whole_because
+    assert told == "what is given as the older directory is none"
+    if os.geteuid() != 0:
+        return
+    os.chown(old, 4321, 4321)
+    told = trainer.pull(tmp_path / "2", old).whole_because
+    assert told == "the older directory belongs to another user"
 
 
 def test_a_damaged_directory_is_replaced(trainer: Trainer, old: Path) -> None:
