@@ -5,6 +5,7 @@
 #include "neighbour.h"
 #include <errno.h>
 #include <poll.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -112,8 +113,15 @@ bool connection_process(const connection *c, pid_t *pid_out)
 
 /* --------------------------------------------------------------------- TLS */
 
-static void say(secure_fault *out, fanin_status status, const char *remedy)
+static void say(secure_fault *out, fanin_status status, const char *remedy,
+                const char *format, ...) __attribute__((format(printf, 4, 5)));
+static void say(secure_fault *out, fanin_status status, const char *remedy,
+                const char *format, ...)
 {
+    va_list list;
+    va_start(list, format);
+    vsnprintf(out->what, sizeof out->what, format, list);
+    va_end(list);
     out->status = status;
     snprintf(out->remedy, sizeof out->remedy, "%s", remedy);
 }
@@ -133,18 +141,15 @@ static void explain_plain(const tls *t, secure_fault *out)
         b = (body){.data = came + FRAME_SIZE, .size = f.length};
     bool is_error = is_frame && decode_error(&b, &m) == FANIN_OK && m.code < 0;
     if (is_error && m.code != FANIN_ERR_PROTOCOL && m.code != FANIN_ERR_VERSION) {
-        snprintf(out->what, sizeof out->what, "refuses, without TLS: %.300s",
-                 m.message);
-        say(out, m.code, m.remedy);
+        say(out, m.code, m.remedy, "refuses, without TLS: %.300s", m.message);
         return;
     }
     bool has_secret = !tls_identity(t);
-    snprintf(out->what, sizeof out->what,
-             "does not speak TLS, and this process has a %s (%.200s)",
-             has_secret ? "secret" : "certificate", tls_file(t));
     say(out, FANIN_ERR_AUTH,
         has_secret ? "give the rank the launch's secret, or this process none"
-                   : "give the rank a certificate, or this process none");
+                   : "give the rank a certificate, or this process none",
+        "does not speak TLS, and this process has a %s (%.200s)",
+        has_secret ? "secret" : "certificate", tls_file(t));
 }
 
 /* Neither what is between nor a lie: an end cannot go on. */
@@ -153,17 +158,14 @@ static bool explain_end(const tls *t, secure_fault *out)
     fanin_error lack = FANIN_ERROR_INIT;
     switch (tls_failed(t)) {
     case TLS_MEMORY:
-        snprintf(out->what, sizeof out->what,
-                 "cannot be secured by TLS: this process is out of memory");
-        say(out, error_set_memory(&lack), lack.remedy);
+        say(out, error_set_memory(&lack), lack.remedy,
+            "cannot be secured by TLS: this process is out of memory");
         return true;
     case TLS_GAVE_UP:
-        snprintf(
-            out->what, sizeof out->what,
+        say(out, tls_is_up(t) ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
+            "is its host out of memory? if it is a rank, its log says why",
             "gave up the secured connection: it says that it cannot go on (%.200s)",
             tls_why(t));
-        say(out, tls_is_up(t) ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
-            "is its host out of memory? if it is a rank, its log says why");
         return true;
     default:
         return false;
@@ -172,11 +174,10 @@ static bool explain_end(const tls *t, secure_fault *out)
 
 static void explain_broken(const tls *t, secure_fault *out)
 {
-    snprintf(out->what, sizeof out->what, "cannot be secured by TLS: %.200s",
-             tls_why(t));
     say(out, FANIN_ERR_AUTH,
         "is this port a fanin parameter server, and does nothing on the way alter what "
-        "passes?");
+        "passes?",
+        "cannot be secured by TLS: %.200s", tls_why(t));
 }
 
 static void explain_certificates(const tls *t, secure_fault *out)
@@ -186,44 +187,38 @@ static void explain_certificates(const tls *t, secure_fault *out)
     identity_text(tls_identity(t), own);
     switch (tls_failed(t)) {
     case TLS_NO_SECRET:
-        snprintf(out->what, sizeof out->what,
-                 "has no certificate, and this process has one (%.200s)", file);
         say(out, FANIN_ERR_AUTH,
             "give the rank a certificate (--tls-cert, FANIN_TLS_CERT), or this process "
-            "none");
+            "none",
+            "has no certificate, and this process has one (%.200s)", file);
         return;
     case TLS_UNTRUSTED:
-        snprintf(out->what, sizeof out->what,
-                 "shows a certificate for %.150s that is not believed: %.80s",
-                 tls_found(t), tls_why(t));
         say(out, FANIN_ERR_AUTH,
             "is its authority in this process's tls_ca (FANIN_TLS_CA), are its dates "
-            "good?");
+            "good?",
+            "shows a certificate for %.150s that is not believed: %.80s", tls_found(t),
+            tls_why(t));
         return;
     case TLS_OTHER_NAME:
-        snprintf(out->what, sizeof out->what,
-                 "shows a certificate for %.150s, and is to be a %s of \"%s\"",
-                 tls_found(t), tls_expects_relay(t) ? "relay" : "rank",
-                 tls_identity(t)->job);
         say(out, FANIN_ERR_AUTH,
             tls_expects_relay(t)
                 ? "give the engine's worker a certificate that names relay/NAME, too"
-                : "is this port a rank of the job?");
+                : "is this port a rank of the job?",
+            "shows a certificate for %.150s, and is to be a %s of \"%s\"", tls_found(t),
+            tls_expects_relay(t) ? "relay" : "rank", tls_identity(t)->job);
         return;
     case TLS_DISBELIEVED:
-        snprintf(out->what, sizeof out->what,
-                 "does not believe the certificate %.150s (\"%s\"): %.80s", file, own,
-                 tls_why(t));
         say(out, FANIN_ERR_AUTH,
             "is its authority in the rank's tls_ca, are its dates good, is it for "
-            "clients too?");
+            "clients too?",
+            "does not believe the certificate %.150s (\"%s\"): %.80s", file, own,
+            tls_why(t));
         return;
     case TLS_UNSHOWN:
-        snprintf(out->what, sizeof out->what,
-                 "takes no certificates (this process's: %.200s)", file);
         say(out, FANIN_ERR_AUTH,
             "it may have a launch's secret: give both ends certificates, or both the "
-            "secret");
+            "secret",
+            "takes no certificates (this process's: %.200s)", file);
         return;
     default:
         explain_broken(t, out);
@@ -235,29 +230,24 @@ static void explain_keys(const tls *t, secure_fault *out)
     const char *file = tls_file(t);
     switch (tls_failed(t)) {
     case TLS_NO_SECRET:
-        snprintf(out->what, sizeof out->what,
-                 "has no secret, and this process has one (%.200s)", file);
         say(out, FANIN_ERR_AUTH,
             "give the rank the launch's secret (--secret-file, FANIN_SECRET_FILE), or "
-            "this process none");
+            "this process none",
+            "has no secret, and this process has one (%.200s)", file);
         return;
     case TLS_OTHER_SECRET:
-        snprintf(out->what, sizeof out->what,
-                 "has another secret than %.200s (identity \"%s\")", file,
-                 IDENTITY_READER);
-        say(out, FANIN_ERR_AUTH, "give both the secret file of one launch");
+        say(out, FANIN_ERR_AUTH, "give both the secret file of one launch",
+            "has another secret than %.200s (identity \"%s\")", file, IDENTITY_READER);
         return;
     case TLS_OTHER_IDENTITY:
-        snprintf(out->what, sizeof out->what,
-                 "does not know the identity \"%s\" (secret %.200s)", IDENTITY_READER,
-                 file);
-        say(out, FANIN_ERR_AUTH, "use the same fanin release on both ends");
+        say(out, FANIN_ERR_AUTH, "use the same fanin release on both ends",
+            "does not know the identity \"%s\" (secret %.200s)", IDENTITY_READER, file);
         return;
     case TLS_UNPROVEN:
-        snprintf(out->what, sizeof out->what, "did not use the secret of %.200s", file);
         say(out, FANIN_ERR_AUTH,
             "is this port a rank of the launch, and has it a secret, not a "
-            "certificate?");
+            "certificate?",
+            "did not use the secret of %.200s", file);
         return;
     default:
         explain_broken(t, out);
@@ -272,9 +262,8 @@ void secure_explain(const tls *t, secure_fault *out)
     if (tls_failed(t) == TLS_PLAIN) {
         explain_plain(t, out);
     } else if (tls_failed(t) == TLS_CLOSED) {
-        snprintf(out->what, sizeof out->what,
-                 "closed the connection before it was secured");
-        say(out, FANIN_ERR_UNREACHABLE, CLOSED_REMEDY);
+        say(out, FANIN_ERR_UNREACHABLE, CLOSED_REMEDY,
+            "closed the connection before it was secured");
     } else if (tls_identity(t)) {
         explain_certificates(t, out);
     } else {
@@ -297,9 +286,8 @@ bool secure_broken(const tls *t, secure_fault *out)
         return false;
     if (explain_end(t, out))
         return true;
-    snprintf(out->what, sizeof out->what,
-             "and this process cannot go on by TLS: %.200s", why);
-    say(out, FANIN_ERR_TRANSPORT, WAY_REMEDY);
+    say(out, FANIN_ERR_TRANSPORT, WAY_REMEDY,
+        "and this process cannot go on by TLS: %.200s", why);
     return true;
 }
 
@@ -319,26 +307,23 @@ void secure_explain_unproven(const tls *t, const msg_hello_ok *peer, secure_faul
     if (explain_end(t, out))
         return;
     if (tls_identity(t)) {
-        snprintf(out->what, sizeof out->what,
-                 "says that it is rank %u, and its certificate is not "
-                 "\"fanin://%s/rank/%u\"",
-                 (unsigned)peer->rank, tls_identity(t)->job, (unsigned)peer->rank);
         say(out, FANIN_ERR_AUTH,
-            "give each rank its own certificate, or all one for any rank (rank/*)");
+            "give each rank its own certificate, or all one for any rank (rank/*)",
+            "says that it is rank %u, and its certificate is not "
+            "\"fanin://%s/rank/%u\"",
+            (unsigned)peer->rank, tls_identity(t)->job, (unsigned)peer->rank);
         return;
     }
     if (peer->relay)
         relay_identity(peer->world_id, peer->incarnation, name);
     else
         rank_identity(peer->world_id, peer->rank, name);
-    snprintf(
-        out->what, sizeof out->what,
-        "does not prove to be \"%s\": it holds a reader's key of the secret %.200s, "
-        "and not that %s's",
-        name, tls_file(t), peer->relay ? "relay" : "rank");
     say(out, FANIN_ERR_AUTH,
         peer->relay
             ? "somebody plays a relay: make a new secret, and find out who has this one"
             : "somebody plays a rank: make a new secret, and find out who has this "
-              "one");
+              "one",
+        "does not prove to be \"%s\": it holds a reader's key of the secret %.200s, "
+        "and not that %s's",
+        name, tls_file(t), peer->relay ? "relay" : "rank");
 }
