@@ -29,13 +29,6 @@ typedef struct relay_options {
 
 /* ------------------------------------------------------------------------- telling */
 
-static uint64_t relay_time_of_day_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
-
 static void relay_print(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 static void relay_print(const char *format, ...)
@@ -55,7 +48,7 @@ static void relay_print(const char *format, ...)
 static json_t *relay_event(const char *event)
 {
     return output_object("event", output_string(event), "time_ns",
-                         output_u64(relay_time_of_day_ns()), NULL);
+                         output_u64(output_time_ns()), NULL);
 }
 
 static void tell_step(const relay_options *o, const cache_step *s)

@@ -18,13 +18,6 @@ typedef struct watcher {
     long long idle_ms;     /**< without a step until the ranks' states are told */
 } watcher;
 
-static uint64_t watch_time_of_day_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
-
 /* "14:03:59.120", of the zone that the terminal is in. */
 static output_text clock_text(uint64_t unix_ns)
 {
@@ -40,19 +33,18 @@ static output_text clock_text(uint64_t unix_ns)
 static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t now)
 {
     if (w->json) {
-        json_t *o = output_object("event", output_string("step"), "time_ns",
-                                  output_u64(watch_time_of_day_ns()), "step",
-                                  output_u64(e->step), "step_newest",
-                                  output_u64(e->step_newest), "spread_ns",
-                                  output_u64(e->spread_ns), "slowest_rank",
-                                  output_rank(e->slowest_rank), NULL);
+        json_t *o = output_object(
+            "event", output_string("step"), "time_ns", output_u64(output_time_ns()),
+            "step", output_u64(e->step), "step_newest", output_u64(e->step_newest),
+            "spread_ns", output_u64(e->spread_ns), "slowest_rank",
+            output_rank(e->slowest_rank), NULL);
         if (w->any) {
             output_set(o, "since_last_ns", output_u64(now - w->last_ns), NULL);
         }
         output_json_line(o);
         return;
     }
-    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(watch_time_of_day_ns()).s,
+    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(output_time_ns()).s,
            e->step, output_duration(e->spread_ns).s);
     if (e->slowest_rank >= 0) {
         printf("  slowest rank %d", (int)e->slowest_rank);
@@ -88,12 +80,12 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
     char text[1024];
     if (w->json) {
         output_json_line(output_object("event", output_string("quiet"), "time_ns",
-                                       output_u64(watch_time_of_day_ns()), "quiet_ns",
+                                       output_u64(output_time_ns()), "quiet_ns",
                                        output_u64(quiet_ms * 1000000), "ranks",
                                        rank_states_json(ranks, count), NULL));
     } else {
         rank_states_text(ranks, count, text, sizeof text);
-        printf("%s  no step for %s: %s\n", clock_text(watch_time_of_day_ns()).s,
+        printf("%s  no step for %s: %s\n", clock_text(output_time_ns()).s,
                output_age(quiet_ms).s, text);
         fflush(stdout);
     }

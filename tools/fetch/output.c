@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 static int write_errno; /* of the first write that failed */
@@ -266,6 +267,13 @@ output_text output_hex(const uint8_t *bytes, size_t size)
         text.s[2 * i + 2] = '\0';
     }
     return text;
+}
+
+uint64_t output_time_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
 output_text output_number(uint64_t value)

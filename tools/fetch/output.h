@@ -64,6 +64,7 @@ output_text output_age(uint64_t ms);      /**< "350 ms", "64 s", "5 min"; 0: "-"
 output_text output_rate(uint64_t bytes, uint64_t ns);      /**< "4.58 GB/s" */
 output_text output_hex(const uint8_t *bytes, size_t size); /**< at most 99 bytes */
 output_text output_number(uint64_t value);
+uint64_t output_time_ns(void); /**< of day, since 1970 */
 /** "[16, 4096]"; @p values may be a shape, an offset or an extent. */
 output_text output_dims(const uint64_t *values, uint32_t count);
 
