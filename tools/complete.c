@@ -134,8 +134,10 @@ static void offer_from_ranks(const line *line, wanted what, const char *prefix)
 
 /* ------------------------------------------------------------------ the words' kinds */
 
-static void offer_value(const line *line, const char *name, const char *prefix)
+static void offer_value(const line *line, const char *prefix)
 {
+    const char *name = line->wanting->name, *value = line->wanting->value;
+    bool known = false;
     static const struct {
         const char *option;
         const char *const words[10];
@@ -146,31 +148,20 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"pull-dtype", {"bf16", "f16"}},
         {"mapping", {":files"}},
         {"dest", {"memory", "device:0", ":directories"}},
-        {"out", {":directories"}},
-        {"dir", {":directories"}},
         {"delta-from", {":directories"}},
-        {"adapter", {":directories"}},
-        {"model-dir", {":directories"}},
-        {"sysfs", {":directories"}},
-        {"procfs", {":directories"}},
-        {"dev", {":directories"}},
         {"info", {":files"}},
         {"memory", {"host", ":directories"}},
-        {"secret-file", {":any-files"}},
-        {"tls-cert", {":any-files"}},
-        {"tls-key", {":any-files"}},
-        {"tls-ca", {":any-files"}},
-        {"log", {":any-files"}},
-        {"svg", {":any-files"}},
-        {"trace", {":any-files"}},
-        {"merge", {":any-files"}},
     };
     for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
         for (size_t j = 0; strcmp(name, fixed[i].option) == 0 && fixed[i].words[j];
              j++) {
             const char *word = fixed[i].words[j];
+            known = true;
             offer(word, word[0] == ':' ? "" : prefix, NULL);
         }
+    }
+    if (!known && (strcmp(value, "DIR") == 0 || strcmp(value, "FILE") == 0)) {
+        offer(value[0] == 'D' ? ":directories" : ":any-files", "", NULL);
     }
     for (size_t i = 0; strcmp(name, "model") == 0 && i < n_models; i++) {
         offer(models[i].name, prefix, models[i].kv_rank > 0 ? "with --full" : NULL);
@@ -313,7 +304,7 @@ static void complete_line(const command *const *all, int count,
     learn_command(&line);
     scan(&line, count - 2, words + 1);
     if (line.wanting != NULL) {
-        offer_value(&line, line.wanting->name, current);
+        offer_value(&line, current);
     } else if (current[0] == '-') {
         offer_options(&line, current);
     } else {
