@@ -68,6 +68,7 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.world = WORLD
+        self.incarnation = "a"
         self.alive = True
         self.runs = {"0": Run()}
         self.changed = threading.Condition(threading.RLock())
@@ -153,8 +154,15 @@ class FakeClient:
 
     def ranks(self) -> list[Any]:
         return [
-            SimpleNamespace(rank=None, world_id="", connected=self.trainer.all_ranks),
-            SimpleNamespace(rank=0, world_id=self.trainer.world, connected=True),
+            SimpleNamespace(
+                rank=None, world_id="", incarnation="", connected=self.trainer.all_ranks
+            ),
+            SimpleNamespace(
+                rank=0,
+                world_id=self.trainer.world,
+                incarnation=self.trainer.incarnation,
+                connected=True,
+            ),
         ]
 
     def publications(self, timeout: float) -> list[Any]:
@@ -234,7 +242,9 @@ class FakeClient:
         if now > step:
             raise SupersededError.make(f"step {step} has passed, {now} is committed")
         place = Path(directory)
-        identity = json.dumps([self.trainer.world, run, step, how["dtype"], how["trust_config"]])
+        what = [self.trainer.world, run, step, how["dtype"], how["trust_config"]]
+        ranks = {"0": self.trainer.incarnation}
+        identity = json.dumps({"what": what, "incarnations": ranks})
         reused = place.exists()
         if reused and (place / "fanin.json").read_text() != identity:
             raise RequestError.make(f"{place} holds something else", code=-101)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -42,6 +43,19 @@ def test_a_path_is_chosen_once(tmp_path: Path) -> None:
     places.spend(first, WORLD, "0", "policy", 7)
     assert places.choose(WORLD, "0", "policy", 7) == second
     assert places.choose(WORLD, "0", "policy", 8).name == "policy-step8"
+
+
+def test_a_directory_of_ranks_that_were_started_again_is_left(tmp_path: Path) -> None:
+    places, there = Places(tmp_path), {"0": "a", "1": "b"}
+    path = places.choose(WORLD, "0", "policy", 7, there)
+    path.mkdir(parents=True)
+    assert places.choose(WORLD, "0", "policy", 7, there) == path  # it does not say
+    (path / "fanin.json").write_text(json.dumps({"incarnations": there}))
+    for same in ({}, there, {"1": "b"}, there | {"2": "c"}):
+        assert places.choose(WORLD, "0", "policy", 7, same) == path
+    other = places.choose(WORLD, "0", "policy", 7, {"1": "c"})
+    assert other == path.with_name("policy-step7-2")
+    assert Places(tmp_path).choose(WORLD, "0", "policy", 7, {"1": "c"}) == other
 
 
 @pytest.mark.parametrize("label", ["../../x", "a/b", "..", ".", "ä" * 300, "x" * 300, "a b"])

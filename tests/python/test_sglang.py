@@ -109,12 +109,12 @@ def test_load_and_unload(tmp_path: Path, trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("told", ["file", "address"])
 def test_a_trainer_that_was_started_again(tmp_path: Path, told: str) -> None:
-    """The same step of another launch is another adapter."""
+    """The same step of another launch is another adapter, also if its world id is the same."""
     sglang, addresses = SGLang(), list[str]()
     where: Any = tmp_path / "weights" if told == "file" else addresses
     with Engine(sglang) as http:
         engine = SGLangEngine(http.url, trainer=where, cache_dir=tmp_path / "cache")
-        for world, value in ((b"a" * 16, 3), (b"b" * 16, 4)):
+        for world, value in ((b"a" * 16, 3), (b"b" * 16, 4), (b"b" * 16, 6)):
             with Trainer(world=world, peft_config=json.dumps(PEFT)) as trainer:
                 write_info(tmp_path / "weights", trainer.info)
                 addresses[:] = trainer.addresses
@@ -124,7 +124,7 @@ def test_a_trainer_that_was_started_again(tmp_path: Path, told: str) -> None:
                 assert adapter.pull.world_id == world.hex()
                 assert sglang.adapters == {adapter.name: float(value)}
                 assert engine.loaded == [adapter]
-        assert sglang.seen_at_unload == [True]
+        assert sglang.seen_at_unload == [True, True]
         # Nobody there: the last ones of a training that is over stay.
         assert engine.load(0, 5) is adapter
 

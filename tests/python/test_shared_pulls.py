@@ -476,6 +476,18 @@ async def test_asked_again_after_a_restart(bench: Bench) -> None:
     assert await bench.state.pulls.fetch(bench.wanted(35)) is new
 
 
+async def test_asked_again_after_a_restart_of_the_same_world(bench: Bench) -> None:
+    """The step may have other bytes; another engine may still read the old directory."""
+    old = await bench.fetch(35)
+    assert await bench.state.pulls.fetch(bench.wanted(35)) is old
+    bench.trainer.incarnation = "b"
+    bench.trainer.restart(WORLD, 35)
+    new = await bench.state.pulls.fetch(bench.wanted(35))
+    assert new is not old and new.world == WORLD
+    assert new.path == old.path.with_name(f"{old.path.name}-2")
+    assert await bench.state.pulls.fetch(bench.wanted(35)) is new
+
+
 async def test_without_an_engine_nothing_is_deleted(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

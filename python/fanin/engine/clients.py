@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fanin._options import Credentials
+from fanin.engine.directories import incarnations_of
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -133,6 +134,7 @@ class ClientPool:
         self._busy: dict[Any, Any] = {}  # client: key
         self._making: list[Any] = []  # their keys
         self._worlds: dict[Any, str] = {}
+        self._incarnations: dict[Any, dict[str, str]] = {}  # by trainer, as _worlds
         self._closed = False
 
     def connect(self, target: Target, world: str | None, deadline: float) -> Any:
@@ -195,7 +197,13 @@ class ClientPool:
             raise PeerError.make("no rank said which world it is of", "look at the trainer's log")
         with self._changed:
             self._worlds[self.key_of(target)] = worlds[0]
+            self._incarnations[self.key_of(target)] = incarnations_of(client)
         return str(worlds[0])
+
+    def incarnations_at(self, target: Target) -> dict[str, str]:
+        """Of the ranks that :meth:`discover` met there last. Does not block."""
+        with self._changed:
+            return self._incarnations.get(self.key_of(target), {})
 
     def world_of(self, target: Target, deadline: float) -> str:
         """The world that *target* names or that was last seen there; else :meth:`discover`."""
@@ -208,6 +216,7 @@ class ClientPool:
         gone = self.key_of(target)
         with self._changed:
             self._worlds.pop(gone, None)
+            self._incarnations.pop(gone, None)
             old = [client for key, client in self._idle if key[:2] == gone]
             self._idle = [pair for pair in self._idle if pair[0][:2] != gone]
             self._changed.notify_all()

@@ -14,13 +14,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 import stat
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fanin.config import default_cache_dir
 from fanin.errors import FaninError, HostError, PullTimeoutError
@@ -29,6 +32,29 @@ _USE = ".fanin-use"
 _DEAD = ".fanin-dead"
 
 _undeleted: deque[Path] = deque()  # given up by this process, and there still
+
+
+def incarnations_of(client: Any) -> dict[str, str]:
+    """Of each rank that a client is connected to, as fanin.json has them. Does not block."""
+    return {
+        str(one.rank): str(one.incarnation)
+        for one in client.ranks()
+        if one.connected and one.rank is not None
+    }
+
+
+def started_again(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether a rank was started again: it may have other bytes of the same step."""
+    return any(then.get(rank, incarnation) != incarnation for rank, incarnation in now.items())
+
+
+def is_outlived(path: Path, now: Mapping[str, str]) -> bool:
+    """Whether the directory at *path* is of a rank that was started again since."""
+    try:
+        then = json.loads((path / "fanin.json").read_bytes())["incarnations"]
+        return started_again(then, now)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False  # the pull looks at it
 
 
 def _use_file(path: Path) -> Path:
@@ -139,16 +165,24 @@ class Places:
         self._lock = threading.Lock()
         self._used: dict[Path, int] = {}
 
-    def choose(self, world: str, run: str, label: str, step: int) -> Path:
+    def choose(
+        self, world: str, run: str, label: str, step: int, now: Mapping[str, str] | None = None
+    ) -> Path:
         """Where the adapter of this identity goes: a path that this process has not used yet.
 
         An engine's prefix cache knows adapters by their paths, so a step that is pulled again
-        after it was retired goes to ``...-2``, ``...-3``. Does not block.
+        after it was retired goes to ``...-2``, ``...-3``. So does a step of ranks of which one was
+        started again: another engine may still read the directory that is there. *now*: see
+        :func:`incarnations_of`. Does not block.
         """
         base = self.root / world / _folder(run) / f"{_folder(label)}-step{step}"
-        with self._lock:
-            times = self._used.get(base, 0)
-        return base if times == 0 else base.with_name(f"{base.name}-{times + 1}")
+        while True:
+            with self._lock:
+                times = self._used.get(base, 0)
+            path = base if times == 0 else base.with_name(f"{base.name}-{times + 1}")
+            if not now or not is_outlived(path, now):
+                return path
+            self.spend(path, world, run, label, step)
 
     def spend(self, path: Path, world: str, run: str, label: str, step: int) -> None:
         """Notes that *path*, which :meth:`choose` gave, has been used. Does not block."""

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from fanin.engine import checks
 from fanin.engine.checks import AdapterFacts, EngineFacts
 from fanin.engine.clients import ClientPool, Source, Target, remaining
-from fanin.engine.directories import Lease, Places
+from fanin.engine.directories import Lease, Places, incarnations_of, started_again
 from fanin.engine.faults import refused_as_too_large
 from fanin.engine.spares import Spares
 from fanin.engine.waits import Waits
@@ -181,7 +181,7 @@ class Plan:
     """What a pull will do: known to be loadable by the engine, nothing of it read yet.
 
     digest: of the catalog and the metadata. version: another one may have another digest; "": it
-    is not known.
+    is not known. incarnations: of the ranks.
     """
 
     target: Target
@@ -191,6 +191,7 @@ class Plan:
     is_3d: bool
     digest: str = ""
     version: str = ""
+    incarnations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -211,6 +212,7 @@ class Adapter:
         requests: vLLM's requests that name the path.
         pins: callers that were given it and have made no request of it yet.
         suspended: its name was taken away until its trainer's fate is known.
+        incarnations: of the ranks, by one life of their processes each.
     """
 
     name: str
@@ -238,6 +240,7 @@ class Adapter:
     suspended: bool = False
     landing: str = "directory"
     landing_why: str = ""
+    incarnations: Mapping[str, str] = field(default_factory=dict)
 
     def told(self) -> dict[str, Any]:
         """What is told of it, as plain values."""
@@ -277,6 +280,7 @@ class PullService:
         self._lock = threading.Lock()
         self._facts: dict[tuple[str, str], tuple[str, AdapterFacts, str]] = {}
         self._met: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._ranks: dict[str, dict[str, str]] = {}  # their incarnations, by source
         self._warned: set[tuple[str, str]] = set()
 
     def world_now(self, source: Source, timeout: float) -> str:
@@ -285,9 +289,17 @@ class PullService:
         target = source.resolve()
         world = self.pool.discover(target, deadline)
         self._note_world(source, target, world)
+        with self._lock:
+            self._ranks[source.text] = self.pool.incarnations_at(target)
         if target.world_id is not None and target.world_id != world:
             raise self._stale_file(source, target, world)
         return world
+
+    def is_outlived(self, adapter: Adapter, source: Source) -> bool:
+        """Whether :meth:`world_now` has met a rank at *source* that was started again since the
+        adapter was pulled. Does not block."""
+        with self._lock:
+            return started_again(adapter.incarnations, self._ranks.get(source.text, {}))
 
     def last_met(self, source: Source) -> tuple[str, tuple[str, ...]] | None:
         """The world last met at *source*, and its addresses; None: none yet. Does not block."""
@@ -550,8 +562,9 @@ class PullService:
         checks.check_alpha(wanted.lora_alpha, facts)
         is_3d = checks.check_adapter(facts, self._limits(), wanted.run)
         self._check_places(facts, is_3d, digest, wanted.run, deadline)
-        path = self.places.choose(world, *wanted.place)
-        return Plan(target, world, path, facts, is_3d, digest, version)
+        ranks = incarnations_of(client)
+        path = self.places.choose(world, *wanted.place, ranks)
+        return Plan(target, world, path, facts, is_3d, digest, version, ranks)
 
     def _read_facts(
         self, client: Any, run: str, world: str, deadline: float, version: str
@@ -622,6 +635,7 @@ class PullService:
             path=plan.path,
             facts=plan.facts,
             is_3d=plan.is_3d,
+            incarnations=plan.incarnations,
             shown=self.pool.shown(plan.target),
             **pulled,
         )

@@ -25,6 +25,7 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
+from fanin.engine.directories import started_again
 from fanin.engine.metrics import Metrics
 from fanin.engine.pulls import Adapter
 
@@ -68,8 +69,9 @@ class EngineLink(Protocol):
         ...
 
 
-def _identity(adapter: Adapter) -> tuple[Any, ...]:
-    return adapter.world, *adapter.content
+def _is_same(here: Adapter, adapter: Adapter) -> bool:
+    same = (here.world, here.content) == (adapter.world, adapter.content)
+    return same and not started_again(here.incarnations, adapter.incarnations)
 
 
 def _references(box: list[Any], index: int) -> int:
@@ -134,7 +136,7 @@ class Keeper:
         the new one is given up.
         """
         here = self._here.get(adapter.name)
-        if here is not None and _identity(here) == _identity(adapter):
+        if here is not None and _is_same(here, adapter):
             if adapter.path != here.path:
                 self._start(self.give_up(adapter))
             elif adapter.lease is not None:

@@ -194,6 +194,7 @@ class SharedPulls:
             world = await self._present_world(wanted, adapter)
             self._meet(wanted.source)
             here = self._keeper.get(wanted.name) is adapter
+            here = here and not self._service.is_outlived(adapter, wanted.source)
             if here and world == adapter.world and adapter.content == wanted.content:
                 check_alpha(wanted.lora_alpha, adapter.facts)
                 return adapter

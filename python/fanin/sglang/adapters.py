@@ -34,7 +34,7 @@ from fanin.client import Client
 from fanin.config import default_cache_dir
 from fanin.engine.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
 from fanin.engine.clients import remaining
-from fanin.engine.directories import Lease, Places
+from fanin.engine.directories import Lease, Places, incarnations_of, is_outlived
 from fanin.engine.faults import refused_as_too_large
 from fanin.errors import (
     ConnectionFailedError,
@@ -264,7 +264,8 @@ class SGLangEngine:
                 client.metadata(name.run, timeout=remaining(deadline)),
             )
             check_adapter(facts, name.run)
-            path = self._places.choose(world, name.run, name.prefix, name.step)
+            ranks = incarnations_of(client)
+            path = self._places.choose(world, name.run, name.prefix, name.step, ranks)
             lease = self._places.lease(path, deadline)
             try:
                 pulled = client.pull_adapter(
@@ -293,11 +294,12 @@ class SGLangEngine:
         """Whether no other launch of the trainer is known to have followed that of *known*."""
         try:
             info = self._resolve()
-            if info.world_id is not None:
-                return info.world_id == known.pull.world_id
+            if info.world_id not in (None, known.pull.world_id):
+                return False
             with self._client(info, None) as client:
                 client.connect(info.addresses, timeout=min(_LOOK, remaining(deadline)))
-                return _world_of(client) == known.pull.world_id
+                same = _world_of(client) == known.pull.world_id
+                return same and not is_outlived(known.directory, incarnations_of(client))
         except FaninError as error:
             _log.info("%s is here already: %s", known.name, error)
             return error.name != "FANIN_ERR_WORLD"  # several launches: the pull says more
