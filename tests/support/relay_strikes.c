@@ -7,6 +7,7 @@
 #include "testing.h"
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/wait.h>
 
 static void (*strike_now)(void);
 static atomic_int left, reads_left;
@@ -92,9 +93,12 @@ void start_holder(void)
     holder_process = fork_holder();
 }
 
+/* Returns once it stands: until then its threads may bring all that is left. */
 void stop_holder(void)
 {
+    siginfo_t stopped;
     kill(holder_process, SIGSTOP);
+    assert_int_equal(waitid(P_PID, (id_t)holder_process, &stopped, WSTOPPED), 0);
 }
 
 static void *go_on(void *cookie)
