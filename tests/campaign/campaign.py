@@ -20,13 +20,12 @@ standard error.
 a sanitizer, which needs the address space that one fault takes away. --secret: all have a launch's
 secret, so that TCP is TLS. --cuda: the weights lie in memory of devices 0 and 1, or of one, by the
 driver LIBRARY, libcuda.so.1 or the build's stand-in for it; exit status 77 if it has none.
---relays: readers hand on to each other, and one lies. --deltas: steps change little, and readers pull patches;
-that none of them does is a fault, too. --mutant: with programs that are wrong in one way, and exit
-status 0 only if it was found: unchecked (readers do not ask the ranks at the end), base (with
---deltas: they apply patches to whatever there is), trusting (with --relays: they do not verify what
-one that lies has brought), byte, stale, write, hang, wedge, leak,
-leak-rank, late, starve. With the right to mount, the adapters of one reader lie on a file system
-that a fault fills.
+--relays: readers hand on to each other, and one lies. --deltas: steps change little, and readers
+pull patches; that none of them does is a fault, too. --mutant: with programs that are wrong in one
+way, and exit status 0 only if it was found: unchecked (readers do not ask the ranks at the end),
+base (with --deltas: they apply patches to whatever there is), trusting (with --relays: they do not
+verify what one that lies has brought), byte, stale, write, hang, wedge, leak, leak-rank, late,
+starve. With the right to mount, the adapters of one reader lie on a file system that a fault fills.
 """
 
 from __future__ import annotations
@@ -114,7 +113,8 @@ DELTAS = (
     ("stream-unix", False, False),
     ("cma", False, False),
 )
-OF_RELAYS = 64  # sockets more of a relay: of its server, and to and from the others
+# Sockets more of a relay, of its server, and to and from the others; and files of its clients.
+OF_RELAYS = 64
 NAMED = 2  # this reader knows its ranks by name
 EVILS = ("leases", "flood", "deaf", "garbage", "frames", "idle")
 # What must find a mutant out.
@@ -157,7 +157,7 @@ class Campaign:
         self._cuda = options.cuda is not None
         device = "-cuda" if options.cuda else ""
         reader = "campaign-reader" + ("-unchecked" if self._mutant in UNRULY else device)
-        self._deltas = options.deltas
+        self._deltas, self._relays = options.deltas, options.relays
         host = RELAYS if options.relays else DELTAS if options.deltas else READERS
         self._specs = DEVICE_READERS if options.cuda else host
         self._programs, self._secret = programs, options.secret
@@ -228,9 +228,13 @@ class Campaign:
         if self._mutant == "unchecked":  # what it believes must be overtaken
             self.trainer.draw(10, 0, "reference")
             return
+        if self._mutant == "trusting":  # and what it reads must be of the liar's step
+            self.trainer.draw(500, 100, "snapshot")
+            return
         kinds = ("snapshot", "snapshot", "snapshot") if self._deltas else ("snapshot",)
         kind = self.random.choice(("reference", *kinds))
-        period = self.random.choice((20, 50)) * self._slowness
+        slow = (500,) if self._relays else ()  # of which readers hand on more
+        period = self.random.choice((20, 50, *slow)) * self._slowness
         lease = self.random.choice((20, 100, 0) if kind == "snapshot" else (20, 100))
         self.trainer.draw(period, lease * self._slowness, kind)
 
@@ -482,7 +486,8 @@ class Campaign:
             for reader in self.readers:
                 if reader.limited is not None:
                     relays = OF_RELAYS * reader.path.startswith("relay")
-                    usual = self._usual.get(reader.index, (0, SOCKETS + relays, THREADS))
+                    most = (relays, SOCKETS + relays, THREADS)
+                    usual = self._usual.get(reader.index, most)
                     now = reader.limited.open_now()
                     self._usual[reader.index] = tuple(map(max, now, usual))
                     self._usual_names[reader.index] = reader.limited.names()
