@@ -1,29 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Changed words of a rank's copy, and where a plan's pieces have landed them. */
-#include "delta/delta.h"
+#include "delta/delta_internal.h"
 
 #include <string.h>
 
-/* A piece: bytes [from, end) of the copy. */
-typedef struct landing {
-    uint64_t from, end;
-    const strided *view; /* NULL: contiguous */
-    uint8_t *to;         /* of its first byte */
-    bool even;           /* no word lies in it with one byte, or in two runs */
-} landing;
-
-static landing landing_of(const plan *plan, const box_table *boxes, const piece *p,
-                          uint8_t *base)
+patch_landing delta_landing(const plan *plan, const box_table *boxes, const piece *p,
+                            const uint8_t *base)
 {
-    landing l = {.from = delta_origin(boxes, p),
-                 .view = p->view ? &plan->views[p->view - 1] : NULL,
-                 .to = base + p->to};
+    const strided *view = p->view ? &plan->views[p->view - 1] : NULL;
+    patch_landing l = {.from = delta_origin(boxes, p),
+                       .to = (uint64_t)(uintptr_t)base + p->to};
     l.end = l.from + p->length;
-    uint64_t bits = l.from | l.end;
-    if (l.view) {
-        bits |= l.view->run;
-        for (uint32_t i = 0; i < l.view->n_dims; i++)
-            bits |= (uint64_t)l.view->from[i];
+    uint64_t bits = l.from | l.end | l.to;
+    if (view) {
+        l.n_dims = view->n_dims;
+        l.run = view->run;
+        bits |= l.run;
+    }
+    for (uint32_t i = 0; i < l.n_dims; i++) {
+        l.extent[i] = view->extent[i];
+        l.from_step[i] = (uint64_t)view->from[i];
+        l.to_step[i] = view->to[i];
+        bits |= l.from_step[i] | (uint64_t)l.to_step[i];
     }
     l.even = bits % 2 == 0;
     return l;
@@ -31,22 +29,22 @@ static landing landing_of(const plan *plan, const box_table *boxes, const piece 
 
 /* Where the piece's byte @p at landed; NULL: it lies between two runs, and nobody wants it. The
    view's strides in the piece descend, as those of packed rows do. */
-static uint8_t *landed_at(const landing *l, uint64_t at)
+static uint8_t *landed_at(const patch_landing *l, uint64_t at)
 {
-    uint8_t *to = l->to;
-    if (!l->view)
+    uint8_t *to = (uint8_t *)(uintptr_t)l->to;
+    if (l->n_dims == 0)
         return to + at;
-    for (uint32_t i = 0; i < l->view->n_dims; i++) {
-        uint64_t step = (uint64_t)l->view->from[i], index = at / step;
-        if (index >= l->view->extent[i])
+    for (uint32_t i = 0; i < l->n_dims; i++) {
+        uint64_t index = at / l->from_step[i];
+        if (index >= l->extent[i])
             return NULL;
-        at -= index * step;
-        to += (int64_t)index * l->view->to[i];
+        at -= index * l->from_step[i];
+        to += (int64_t)index * l->to_step[i];
     }
-    return at < l->view->run ? to + at : NULL;
+    return at < l->run ? to + at : NULL;
 }
 
-static void land_bytes(const landing *l, uint64_t at, const uint8_t *word)
+static void land_bytes(const patch_landing *l, uint64_t at, const uint8_t *word)
 {
     for (unsigned i = 0; i < 2; i++) {
         uint64_t byte = at + i;
@@ -57,7 +55,7 @@ static void land_bytes(const landing *l, uint64_t at, const uint8_t *word)
     }
 }
 
-static void land_word(const landing *l, uint64_t at, const uint8_t *word)
+static void land_word(const patch_landing *l, uint64_t at, const uint8_t *word)
 {
     uint8_t *to = landed_at(l, at - l->from);
     if (to)
@@ -88,8 +86,8 @@ static uint64_t byte_of(uint64_t start, const uint8_t *changes, uint64_t i)
 }
 
 /* @p changes of the segment that begins at @p start. */
-static void apply_segment(const landing *l, uint64_t start, const uint8_t *changes,
-                          uint64_t count)
+static void apply_segment(const patch_landing *l, uint64_t start,
+                          const uint8_t *changes, uint64_t count)
 {
     const uint8_t *words = changes + 2 * count;
     uint64_t i = first_from(changes, count, l->from > start ? l->from - start : 0);
@@ -99,8 +97,8 @@ static void apply_segment(const landing *l, uint64_t start, const uint8_t *chang
             return;
         uint64_t next =
             i + WORDS_AHEAD < count ? byte_of(start, changes, i + WORDS_AHEAD) : l->end;
-        if (!l->view && next < l->end)
-            __builtin_prefetch(l->to + (next - l->from), 1);
+        if (l->n_dims == 0 && next < l->end)
+            __builtin_prefetch(landed_at(l, next - l->from), 1);
         if (l->even)
             land_word(l, at, words + 2 * i);
         else
@@ -115,8 +113,9 @@ void delta_apply(const delta *d, size_t source, uint64_t from, uint64_t to,
     const plan *plan = d->whole->plan;
     for (uint64_t i = from; i < to; i++) {
         const piece *p = &plan->ranks[source].pieces[i];
-        landing l = landing_of(plan, d->whole->sources[source].boxes, p, base);
-        if (delta_device_of(d, l.to) >= 0)
+        const patch_landing l =
+            delta_landing(plan, d->whole->sources[source].boxes, p, base);
+        if (delta_device_of(d, base + p->to) >= 0)
             continue;
         for (uint32_t k = s->chain; k-- > 0;) {
             const uint64_t *first = s->first + k * (s->segments + 1);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Changed words of ranks' copies, to memory of devices: a kernel reads them in the pinned host
    memory that they have come to. */
-#include "delta/delta.h"
+#include "delta/delta_internal.h"
 
 #include "device/devices.h"
 #include "error_set.h"
@@ -24,29 +24,6 @@ typedef struct tables {
 
 /* -------------------------------------------------------------------- landings */
 
-static patch_landing landing_at(const plan *plan, const box_table *boxes,
-                                const piece *p, const uint8_t *base)
-{
-    const strided *view = p->view ? &plan->views[p->view - 1] : NULL;
-    patch_landing l = {.from = delta_origin(boxes, p),
-                       .to = (uint64_t)(uintptr_t)base + p->to};
-    l.end = l.from + p->length;
-    uint64_t bits = l.from | l.end | l.to;
-    if (view) {
-        l.n_dims = view->n_dims;
-        l.run = view->run;
-        bits |= l.run;
-    }
-    for (uint32_t i = 0; i < l.n_dims; i++) {
-        l.extent[i] = view->extent[i];
-        l.from_step[i] = (uint64_t)view->from[i];
-        l.to_step[i] = view->to[i];
-        bits |= l.from_step[i] | (uint64_t)l.to_step[i];
-    }
-    l.even = bits % 2 == 0;
-    return l;
-}
-
 static int order_landings(const void *a, const void *b)
 {
     const patch_landing *one = a, *other = b;
@@ -67,7 +44,7 @@ static bool add_landings(tables *t, const delta *d, size_t source, const uint8_t
                            sizeof *t->landings))
             return false;
         t->landings[t->n_landings++] =
-            landing_at(plan, d->whole->sources[source].boxes, p, base);
+            delta_landing(plan, d->whole->sources[source].boxes, p, base);
     }
     if (t->n_landings > first)
         qsort(t->landings + first, t->n_landings - first, sizeof *t->landings,

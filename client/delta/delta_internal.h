@@ -4,8 +4,13 @@
 #define DELTA_INTERNAL_H
 
 #include "delta/delta.h"
+#include "patch_kernel.h"
 
 extern const char delta_too_large[];
+
+/** Where the piece's bytes have landed, for a kernel or the calling thread. */
+patch_landing delta_landing(const plan *plan, const box_table *boxes, const piece *p,
+                            const uint8_t *base);
 
 /** FANIN_ERR_PROTOCOL: the source's rank tells of a patch @p lie. */
 fanin_status delta_blame(const delta *d, size_t source, fanin_error *error,
