@@ -116,8 +116,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 
 @test "pull that waits: says which rank is mute" {
     stop_rank 1
-    run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 10s
-    has "waiting for rank 1: the rank at "
+    until_it_says "waiting for rank 1: the rank at " "$NIXL_FETCH" pull "$info" --out d --step 9
 }
 
 @test "all ranks stopped: exit status 13 from every command, whichever clock is first" {
@@ -160,9 +159,9 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
         --info "$theirs/info" --adapter-shape small --world-size 2 2>/dev/null 3>&-)
     their_pid=$!
     read -r -t 120 <&"$their_out"
-    run -12 --separate-stderr "$NIXL_FETCH" pull "$theirs/info" --out d --step 9 --timeout 10s --trust-other-users
+    until_it_says "waiting for step 9 of lora:0: ranks 0-1 stable at step 1" \
+        "$NIXL_FETCH" pull "$theirs/info" --out d --step 9 --trust-other-users
     kill -TERM "$their_pid"
     gone "$their_pid"
     rm -r "$theirs"
-    has "waiting for step 9 of lora:0: ranks 0-1 stable at step 1"
 }

@@ -74,6 +74,24 @@ gone()
     timeout 20 tail --pid="$1" -s 0.05 -f /dev/null
 }
 
+# until_it_says PATTERN COMMAND...: the command, which waits, is ended when it has said that.
+until_it_says()
+{
+    local pattern=$1 pid limit=$((SECONDS + 60)) said=$BATS_TEST_TMPDIR/said
+    shift
+    "$@" >"$said" 2>&1 3>&- &
+    pid=$!
+    until grep -Eq -- "$pattern" "$said"; do
+        [ "$SECONDS" -lt "$limit" ] && [ -e "/proc/$pid" ] || {
+            cat "$said" >&2
+            return 1
+        }
+        sleep 0.05
+    done
+    kill -TERM "$pid"
+    wait "$pid" || [ $? -eq 143 ]
+}
+
 # field NAME...: prints a member of the JSON object in $output; fails if there is none or
 # if $output is no object with "schema": 1.
 field()

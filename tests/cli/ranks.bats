@@ -327,17 +327,17 @@ print(json.dumps(earlier[:3] + later[3:]))' "$info" later.json)}"
 }
 
 @test "pull --step: says whom it waits for, unless it is to be quiet" {
-    run -12 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 5 --timeout 3s
-    grep -Eq "waiting for step 5 of lora:0: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)\$" <<<"$stderr"
+    until_it_says 'waiting for step 5 of lora:0: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)$' \
+        "$NIXL_FETCH" pull "$info" --out d --step 5
     run -12 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 5 --timeout 2500ms --quiet
     [[ $stderr != *"waiting for"* ]]
 }
 
 @test "watch: says what the ranks do while no step comes" {
-    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 2500ms --idle-ms 100
-    grep -Eq '  no step for [0-9]+ m?s: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)$' <<<"$output"
-    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 2500ms --idle-ms 100 --json
-    output=$(grep '"quiet"' <<<"$output" | head -n 1)
+    until_it_says '  no step for [0-9]+ m?s: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)$' \
+        "$NIXL_FETCH" watch "$info" --idle-ms 100
+    until_it_says '"quiet"' "$NIXL_FETCH" watch "$info" --idle-ms 100 --json
+    output=$(grep -m 1 '"quiet"' "$BATS_TEST_TMPDIR/said")
     [ "$(field quiet_ns)" -ge 100000000 ]
     [ "$(field ranks 3 state)" = stable ]
     [ "$(field ranks 3 state_age_ns)" -gt 0 ]
