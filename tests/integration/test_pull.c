@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Pulling into memory: every path, every way to cut, step rules, caches, restarts. */
+/* Pulling into memory: every path, every way to cut, caches; watching. */
 #include "testing.h"
 #include "ends.h"
 #include "local_world.h"
@@ -31,16 +31,6 @@ static void expect_pull(uint64_t step, fanin_path path)
     assert_ok(world_pull(&w, client, NULL, &info, &error), error);
     assert_int_equal(info.step, step);
     assert_int_equal(info.path, path);
-}
-
-static fanin_status pull_step(fanin_step_rule rule, uint64_t step, uint32_t timeout_ms)
-{
-    return world_pull_step(&w, client, rule, step, timeout_ms, &error);
-}
-
-static uint64_t pulled(fanin_step_rule rule, uint64_t step)
-{
-    return world_pulled(&w, client, rule, step);
 }
 
 CASE(test_stream_unix)
@@ -346,47 +336,7 @@ CASE(test_columns_tcp)
     free(memory);
 }
 
-/* -------------------------------------------------------------- step rules */
-
-/* Replicas: a dead rank, and one that is behind, are done without. */
-CASE(test_replicas)
-{
-    begin(4, CUT_HSDP, 1, FANIN_PATH_AUTO);
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
-    world_stop_rank(&w, 2);
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
-    world_commit_rank(&w, 0, 2);
-    world_commit_rank(&w, 3, 2); /* rank 1 stays at 1; 0 and 3 hold everything */
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 2);
-    world_stop_rank(&w, 0);
-    assert_int_not_equal(pull_step(FANIN_STEP_NEWEST, 0, 2000), FANIN_OK);
-    world_restart_rank(&w, 0);
-    world_restart_rank(&w, 2);
-    world_commit(&w, 9);
-    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 9);
-}
-
-/* All ranks restart with other bytes for the same steps: never the old ones, never mixed. */
-CASE(test_restart)
-{
-    begin(3, CUT_CHUNK0, 4, FANIN_PATH_AUTO);
-    assert_int_equal(pulled(FANIN_STEP_EXACT, 4), 4);
-    for (size_t i = 0; i < 3; i++)
-        world_stop_rank(&w, i);
-    assert_int_equal(pull_step(FANIN_STEP_EXACT, 4, 9000), FANIN_ERR_UNREACHABLE);
-    memset(w.id, 0x77, sizeof w.id);
-    w.salt = 99;
-    world_restart_rank(&w, 0);
-    world_commit_rank(&w, 0, 4);
-    assert_int_not_equal(pull_step(FANIN_STEP_EXACT, 4, 1000), FANIN_OK);
-    for (size_t i = 1; i < 3; i++) {
-        world_restart_rank(&w, i);
-        world_commit_rank(&w, i, 4);
-    }
-    assert_int_equal(pulled(FANIN_STEP_EXACT, 4), 4);
-}
-
-/* ------------------------------------------------------------------- cancel */
+/* ------------------------------------------------------------------- watching */
 
 static bool see_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ranks,
                       size_t count)

@@ -585,78 +585,43 @@ CASE(entries_that_lead_to_nobody_are_done_without)
     parts_free(&p);
 }
 
-/* A relay that publishes the first @p n parts of readers[0], and has @p proven of them. */
-typedef struct stranger {
-    fanin_server *server;
-    holders_list *list;
-    fanin_client_config config;
-    parts parts;
-} stranger;
-
-static void stranger_open(stranger *x, size_t n, size_t proven)
-{
-    fanin_server_config c = make_server_config();
-    char address[32];
-    fanin_client_config_init(&x->config, sizeof x->config);
-    assert_int_equal(
-        parts_cut(&x->parts, readers[0].tensors, w.n_tensors, UNIT, &readers[0].error),
-        FANIN_OK);
-    memcpy(c.world_id, w.id, sizeof w.id);
-    c.flags |= FANIN_SERVER_RELAY;
-    x->server = make_server(&c, address, sizeof address);
-    if (n > x->parts.n)
-        n = x->parts.n;
-    assert_int_equal(fanin_server_put(x->server, "lora:0", x->parts.own, n, true, NULL),
-                     FANIN_OK);
-    assert_int_equal(handing_fill(x->server, "lora:0", 1, NULL), FANIN_OK);
-    landed_range all = {.count = (uint32_t)proven};
-    assert_int_equal(handing_prove(x->server, "lora:0", 1, &all, proven > 0, NULL),
-                     FANIN_OK);
-    offer_falsely(&x->list, &x->config, &x->parts.holding, fanin_server_port(x->server),
-                  handing_member(x->server));
-}
-
-static void stranger_close(stranger *x)
-{
-    list_destroy(&x->list);
-    fanin_server_destroy(&x->server, 0);
-    parts_free(&x->parts);
-}
-
 /* A relay whose publication is not what its offer says. */
 CASE(a_relay_that_publishes_something_else_is_done_without)
 {
-    stranger x;
+    false_relay x;
     begin_readers(1);
-    stranger_open(&x, 2, 2);
+    false_relay_cut(&x, &readers[0]);
+    false_relay_open(&x, 2, 2);
     expect_pull(&readers[0], 1);
     assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
-    stranger_close(&x);
+    false_relay_close(&x);
 }
 
 /* It says at once that it has nothing. Else readers that have all lost the trainer wait for each
    other. */
 CASE(a_relay_that_has_nothing_is_not_waited_for)
 {
-    stranger x;
+    false_relay x;
     w.lease_ms = 1;
     begin_readers(1);
-    stranger_open(&x, SIZE_MAX, 0);
+    false_relay_cut(&x, &readers[0]);
+    false_relay_open(&x, x.parts.n, 0);
     strike_after(1, commit_2);
     readers[0].options.rule = FANIN_STEP_EXACT;
     readers[0].options.step = 1;
     uint64_t began = clock_ns();
     assert_int_equal(relay_pull(&readers[0]), FANIN_ERR_SUPERSEDED);
     assert_true(clock_ns() - began < UINT64_C(4500000000));
-    stranger_close(&x);
+    false_relay_close(&x);
 }
 
 /* It has proven nothing, and says that it has all, or more than there is. */
 CASE(a_relay_that_has_not_what_it_says_is_done_without)
 {
-    stranger x;
+    false_relay x;
     begin_readers(1);
-    stranger_open(&x, SIZE_MAX, 0);
+    false_relay_cut(&x, &readers[0]);
+    false_relay_open(&x, x.parts.n, 0);
     const landed_range lies[] = {{0, (uint32_t)x.parts.n},
                                  {0, (uint32_t)x.parts.n + 1},
                                  {UINT32_MAX, 1},
@@ -666,7 +631,7 @@ CASE(a_relay_that_has_not_what_it_says_is_done_without)
         expect_pull(&readers[0], 1);
         assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
     }
-    stranger_close(&x);
+    false_relay_close(&x);
 }
 
 /* A rollback: the trainer holds one step, and others may hold earlier ones. */

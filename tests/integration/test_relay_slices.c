@@ -298,62 +298,28 @@ CASE(altered_bytes_of_who_holds_all_are_found)
 
 /* ---------------------------------------------------------------------- false holders */
 
-/* It offers all tensors whole, and publishes what a test has made of their parts. */
-typedef struct impostor {
-    fanin_server *server;
-    holders_list *list;
-    fanin_client_config config;
-    parts parts;
-} impostor;
-
-static void impostor_cut(impostor *x)
-{
-    assert_int_equal(parts_cut(&x->parts, cache.tensors, w.n_tensors, UNIT, NULL),
-                     FANIN_OK);
-}
-
-static void impostor_open(impostor *x, size_t n, size_t proven)
-{
-    fanin_server_config c = make_server_config();
-    char address[32];
-    fanin_client_config_init(&x->config, sizeof x->config);
-    memcpy(c.world_id, w.id, sizeof w.id);
-    c.flags |= FANIN_SERVER_RELAY;
-    x->server = make_server(&c, address, sizeof address);
-    assert_int_equal(fanin_server_put(x->server, "lora:0", x->parts.own, n, true, NULL),
-                     FANIN_OK);
-    assert_int_equal(handing_fill(x->server, "lora:0", 1, NULL), FANIN_OK);
-    landed_range all = {.count = (uint32_t)proven};
-    assert_int_equal(handing_prove(x->server, "lora:0", 1, &all, proven > 0, NULL),
-                     FANIN_OK);
-    offer_falsely(&x->list, &x->config, &x->parts.holding, fanin_server_port(x->server),
-                  handing_member(x->server));
-}
-
 /* The pull does without it. */
-static void expect_not_used(impostor *x)
+static void expect_not_used(false_relay *x)
 {
     expect_pull(&tp[0], 1);
     assert_int_equal(stats_of(&tp[0]).bytes_from_relays, 0);
-    list_destroy(&x->list);
-    fanin_server_destroy(&x->server, 0);
-    parts_free(&x->parts);
+    false_relay_close(x);
 }
 
 CASE(a_holder_of_other_parts_is_done_without)
 {
-    impostor x;
+    false_relay x;
     begin_slices(CUT_CHUNK0);
-    impostor_cut(&x);
-    impostor_open(&x, 2, 2);
+    false_relay_cut(&x, &cache);
+    false_relay_open(&x, 2, 2);
     expect_not_used(&x);
 }
 
 CASE(a_holder_of_other_shapes_is_done_without)
 {
-    impostor x;
+    false_relay x;
     begin_slices(CUT_CHUNK0);
-    impostor_cut(&x);
+    false_relay_cut(&x, &cache);
     for (size_t i = 0; i < x.parts.n; i++) { /* as many bytes of one dimension less */
         fanin_tensor *t = &x.parts.own[i];
         if (t->n_dims < 2)
@@ -362,41 +328,41 @@ CASE(a_holder_of_other_shapes_is_done_without)
         t->shape[0] = box->extent[0] = t->shape[0] * t->shape[1];
         t->shape[1] = box->extent[1] = 1;
     }
-    impostor_open(&x, x.parts.n, x.parts.n);
+    false_relay_open(&x, x.parts.n, x.parts.n);
     expect_not_used(&x);
 }
 
 CASE(a_holder_of_other_types_is_done_without)
 {
-    impostor x;
+    false_relay x;
     begin_slices(CUT_CHUNK0);
-    impostor_cut(&x);
+    false_relay_cut(&x, &cache);
     for (size_t i = 0; i < x.parts.n; i++) {
         if (x.parts.own[i].dtype == FANIN_DTYPE_BF16)
             x.parts.own[i].dtype = FANIN_DTYPE_F16;
     }
-    impostor_open(&x, x.parts.n, x.parts.n);
+    false_relay_open(&x, x.parts.n, x.parts.n);
     expect_not_used(&x);
 }
 
 CASE(a_holder_that_has_nothing_yet_is_not_waited_for)
 {
-    impostor x;
+    false_relay x;
     begin_slices(CUT_CHUNK0);
-    impostor_cut(&x);
-    impostor_open(&x, x.parts.n, 0);
+    false_relay_cut(&x, &cache);
+    false_relay_open(&x, x.parts.n, 0);
     expect_not_used(&x);
 }
 
 /* By cma nobody says that a part has not come. */
 static void check_half(fanin_path path)
 {
-    impostor x;
+    false_relay x;
     begin_slices(CUT_CHUNK0);
     expect_pull(&cache, 1); /* into the memory that is handed on */
     fanin_relay_release(cache.relay);
-    impostor_cut(&x);
-    impostor_open(&x, x.parts.n, 0);
+    false_relay_cut(&x, &cache);
+    false_relay_open(&x, x.parts.n, 0);
     for (size_t i = 0; i + 1 < x.parts.n; i += 2) {
         const fanin_tensor *t = &x.parts.own[i];
         uint64_t bytes = fanin_dtype_bits(t->dtype) / 8;
@@ -413,9 +379,7 @@ static void check_half(fanin_path path)
     relay_reader_open(&tp[1], 1);
     expect_pull_of_others(&tp[1], 1);
     assert_true(stats_of(&tp[1]).bytes_from_origin > 0);
-    list_destroy(&x.list);
-    fanin_server_destroy(&x.server, 0);
-    parts_free(&x.parts);
+    false_relay_close(&x);
 }
 
 CASE(of_a_holder_that_has_half_comes_what_it_has)

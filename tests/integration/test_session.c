@@ -210,31 +210,6 @@ CASE(test_cma)
     every_cut(FANIN_PATH_CMA);
 }
 
-CASE(test_tcp)
-{
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof config);
-    config.no_unix = true;
-    config.path = FANIN_PATH_STREAM;
-    world_begin(&w, 3, CUT_STRIDED, 1);
-    client = world_client_with(&w, &config);
-    make_land();
-    expect_session(1, FANIN_PATH_STREAM);
-}
-
-CASE(test_snapshots)
-{
-    w.snapshots = true;
-    world_begin(&w, 3, CUT_CHUNK0, 1);
-    client = world_client(&w, FANIN_PATH_STREAM);
-    make_land();
-    for (uint64_t step = 1; step < 5; step++) {
-        if (step > 1)
-            world_commit(&w, step);
-        expect_session(step, FANIN_PATH_STREAM);
-    }
-}
-
 /* The trainer publishes its next copy, and that is no matter: the arena that is read stays. */
 CASE(test_snapshot_committed_meanwhile)
 {
@@ -349,6 +324,7 @@ static void read_odd(fanin_path path, fanin_dtype dtype)
     for (size_t i = 0; i < w.n_tensors; i += 2)
         assert_ok(read_from(i, w.n_tensors - i < 2 ? 1 : 2), error);
     end_well(&info);
+    assert_true(info.verified);
     for (size_t i = 0; i < w.n_tensors; i++) {
         assert_memory_equal(land.starts[i], whole[i], world_bytes(&w.tensors[i]) + 1);
         free(whole[i]);
@@ -364,18 +340,6 @@ CASE(test_odd_boxes)
         if (world_has_cma())
             read_odd(FANIN_PATH_CMA, dtypes[i]);
     }
-}
-
-CASE(test_verify)
-{
-    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
-    fanin_result_info info;
-    options.verify = true;
-    begin_world(3, CUT_STRIDED, FANIN_PATH_STREAM);
-    assert_ok(open_with(&options), error);
-    read_all(1);
-    end_well(&info);
-    assert_true(info.verified);
 }
 
 typedef struct told {

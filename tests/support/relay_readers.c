@@ -244,3 +244,35 @@ void offer_falsely(holders_list **list, const fanin_client_config *config,
     assert_true(list_copy(*list, &self, &seen, &all, &n));
     free(all);
 }
+
+void false_relay_cut(false_relay *x, const reader *like)
+{
+    const world *w = ways.world;
+    assert_int_equal(parts_cut(&x->parts, like->tensors, w->n_tensors, UNIT, NULL),
+                     FANIN_OK);
+}
+
+void false_relay_open(false_relay *x, size_t n, size_t proven)
+{
+    fanin_server_config c = make_server_config();
+    char address[32];
+    fanin_client_config_init(&x->config, sizeof x->config);
+    memcpy(c.world_id, ways.world->id, sizeof c.world_id);
+    c.flags |= FANIN_SERVER_RELAY;
+    x->server = make_server(&c, address, sizeof address);
+    assert_int_equal(fanin_server_put(x->server, "lora:0", x->parts.own, n, true, NULL),
+                     FANIN_OK);
+    assert_int_equal(handing_fill(x->server, "lora:0", 1, NULL), FANIN_OK);
+    landed_range all = {.count = (uint32_t)proven};
+    assert_int_equal(handing_prove(x->server, "lora:0", 1, &all, proven > 0, NULL),
+                     FANIN_OK);
+    offer_falsely(&x->list, &x->config, &x->parts.holding, fanin_server_port(x->server),
+                  handing_member(x->server));
+}
+
+void false_relay_close(false_relay *x)
+{
+    list_destroy(&x->list);
+    fanin_server_destroy(&x->server, 0);
+    parts_free(&x->parts);
+}

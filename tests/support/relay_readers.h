@@ -64,4 +64,17 @@ pid_t fork_holder(void);
 void offer_falsely(holders_list **list, const fanin_client_config *config,
                    const digest *holding, uint16_t port, member self);
 
+/** A relay that offers all that a reader wants, and publishes what a test makes of its parts. */
+typedef struct false_relay {
+    fanin_server *server;
+    holders_list *list;
+    fanin_client_config config;
+    parts parts;
+} false_relay;
+
+void false_relay_cut(false_relay *x, const reader *like);
+/** It publishes the first @p n parts, and has @p proven of them. */
+void false_relay_open(false_relay *x, size_t n, size_t proven);
+void false_relay_close(false_relay *x);
+
 #endif
