@@ -73,23 +73,6 @@ static fanin_error incomplete(void)
 
 /* ---------------------------------------------------------------- proof */
 
-CASE(uneven_chunks_land_in_order)
-{
-    begin(4);
-    world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(10, 7));
-    hold_chunks(4, 0, 4, NULL);
-    landing_whole(&l, &w, 0);
-    p = plan_and_run();
-    static const uint64_t expected[] = {3, 3, 3, 1};
-    for (int r = 0; r < 4; r++) {
-        assert_int_equal(p->ranks[r].n_pieces, 1);
-        assert_int_equal(p->ranks[r].bytes, expected[r] * 14);
-        assert_int_equal(p->ranks[r].pieces[0].to, (uint64_t)r * 3 * 14);
-    }
-    assert_false(p->has_replicas);
-    assert_int_equal(p->tensors, 1);
-}
-
 CASE(missing_ranks_are_named)
 {
     static const struct {
@@ -490,20 +473,6 @@ CASE(gaps_are_crossed_in_several_dimensions)
     assert_int_equal(p->ranks[0].n_pieces, 1);
     assert_int_equal(p->ranks[0].bytes, 50 * 2 * 4);
     assert_int_equal(piece_ranges_of(p, p->ranks[0].pieces).length, 49 * 2100 + 704);
-}
-
-CASE(slices_of_one_tensor_are_ordered_by_source)
-{
-    begin(2);
-    world_key(&w, FANIN_DTYPE_F16, 2, SHAPE(12, 10));
-    hold_chunks(2, 0, 2, NULL);
-    for (uint64_t i = 0; i < 12; i++) {
-        block b = rows(11 - i, 1, 10);
-        landing_add(&l, &w, 0, &b, i % 2 != 0);
-    }
-    p = plan_and_run();
-    assert_int_equal(p->tensors, 1);
-    assert_int_equal(p->ranks[0].n_pieces, 6);
 }
 
 CASE(targets_that_make_no_sense_are_refused)

@@ -326,33 +326,6 @@ static void land_whole(fanin_dtype dtype)
     landing_whole(&l, &w, dtype);
 }
 
-static void execute(void)
-{
-    world_execute(&w, &l, p);
-    world_execute_spans(&w, &l, p, &alike_rule);
-}
-
-CASE(only_f32_is_converted)
-{
-    make_alike();
-    land_whole(FANIN_DTYPE_BF16);
-    make_plan();
-    /* Contiguous on both sides, and a view nevertheless: it says what becomes of the bytes. */
-    assert_int_equal(p->n_views, 1);
-    assert_int_equal(p->views[0].n_dims, 0);
-    assert_int_equal(p->views[0].run, 4 * 6 * 4);
-    assert_int_equal(p->views[0].convert, CONVERT_F32_BF16);
-    for (size_t s = 0; s < 2; s++) {
-        assert_int_equal(p->ranks[s].n_pieces, 2);
-        assert_int_equal(p->ranks[s].pieces[0].view, 1);
-        assert_int_equal(p->ranks[s].pieces[0].to, s * 4 * 6 * 2);
-        assert_int_equal(p->ranks[s].pieces[1].view, 0);
-        assert_int_equal(p->ranks[s].bytes, 2 * 4 * 6 * 4);
-    }
-    assert_int_equal(p->bytes, 2 * 8 * 6 * 4);
-    execute();
-}
-
 /* What is converted must never be fetched straight into its place. */
 CASE(converted_spans_are_not_direct)
 {
@@ -381,56 +354,6 @@ CASE(converted_spans_are_not_direct)
     }
     assert_int_equal(direct, 1); /* the other tensor */
     assert_int_equal(converted, 1);
-}
-
-/* A slice of columns into rows that lie backwards in the destination: strides are the
-   destination's bytes, starts may be odd. */
-CASE(strides_are_those_of_the_destination)
-{
-    make_alike();
-    for (int backwards = 0; backwards < 2; backwards++) {
-        landing_free(&l);
-        landing_init(&l, FANIN_DTYPE_BF16);
-        for (uint32_t key = 0; key < 2; key++) {
-            block b = {.n_dims = 2, .offset = {1, 2}, .extent = {6, 3}};
-            landing_add(&l, &w, key, &b, false);
-        }
-        /* Rows of 3 elements of 2 bytes, 7 bytes from one to the next. */
-        plan_target *t = &l.targets[0];
-        uint64_t room = 5 * 7 + 3 * 2;
-        t->stride[0] = backwards ? -7 : 7;
-        t->stride[1] = 2;
-        t->to = backwards ? 5 * 7 + 1 : 1;
-        l.targets[1].to = room + 1;
-        l.size = l.targets[1].to + 6 * 3 * 4;
-        l.bytes = realloc(l.bytes, l.size + 1);
-        assert_non_null(l.bytes);
-        make_plan();
-        assert_true(p->n_views >= 1);
-        execute();
-    }
-}
-
-/* One tensor, wanted rounded and, beside it, as it is. */
-CASE(what_is_wanted_as_f32_stays)
-{
-    block all = {.n_dims = 2, .extent = {8, 6}};
-    make_alike();
-    landing_init(&l, FANIN_DTYPE_BF16);
-    landing_add(&l, &w, 0, &all, false);
-    l.as_is = true;
-    landing_add(&l, &w, 0, &all, false);
-    make_plan();
-    uint64_t rounded = 0, as_is = 0;
-    for (size_t s = 0; s < 2; s++)
-        for (uint64_t i = 0; i < p->ranks[s].n_pieces; i++) {
-            uint32_t view = p->ranks[s].pieces[i].view;
-            bool converts = view && p->views[view - 1].convert == CONVERT_F32_BF16;
-            *(converts ? &rounded : &as_is) += p->ranks[s].pieces[i].length;
-        }
-    assert_int_equal(rounded, 8 * 6 * 4);
-    assert_int_equal(as_is, 8 * 6 * 4);
-    execute();
 }
 
 CASE(nothing_changes_without_a_dtype)
