@@ -767,12 +767,14 @@ CASE(a_holder_of_a_passed_step_may_take_its_time)
 
 CASE(a_holder_that_stops_is_named_where_the_trainer_has_passed_the_step)
 {
-    begin_readers(1);
+    begin_readers(0);
+    ways.lost_ms = 60000;
+    relay_reader_open(&readers[0], 0);
     start_holder();
     world_commit(&w, 2);
     readers[0].options.rule = FANIN_STEP_EXACT;
     readers[0].options.step = 1;
-    readers[0].options.timeout_ms = 1500;
+    readers[0].options.timeout_ms = 4000; /* the two batches come before */
     strike_after(2, stop_holder);
     fanin_status status = relay_pull(&readers[0]);
     kill_holder();
