@@ -772,15 +772,18 @@ def test_what_is_there_is_left_alone(stack: ExitStack, trainer: WholeTrainer) ->
     assert engines[0].count("/update_weights") == pulls
 
 
+@pytest.mark.parametrize("world", [{}, {"world": bytes(range(2, 18))}], ids=["ranks", "world"])
 def test_the_same_step_of_another_launch_is_not_the_same(
-    stack: ExitStack, trainer: WholeTrainer, tmp_path: Path
+    stack: ExitStack, trainer: WholeTrainer, tmp_path: Path, world: dict[str, bytes]
 ) -> None:
+    """Nor that of ranks that were started again with the launch's id."""
     (engine,) = fleet(stack, 1)
     write_info(tmp_path, trainer.info)
     registry = registry_of(engine, trainer=tmp_path)
     trainer.commit(1)
     registry.sync(1)
-    with WholeTrainer(world=bytes(range(2, 18))) as second:
+    assert registry.sync(1).results[engine.url].skipped
+    with WholeTrainer(**world) as second:
         second.commit(1)
         write_info(tmp_path, second.info)
         trainer.__exit__()
@@ -826,7 +829,8 @@ class Ranks:
         ]
 
     def ranks(self) -> list[Any]:
-        return [SimpleNamespace(connected=False), SimpleNamespace(connected=True, world_id="ab")]
+        here = SimpleNamespace(connected=True, world_id="ab", rank=0, incarnation="cd")
+        return [SimpleNamespace(connected=False), here]
 
 
 @pytest.mark.parametrize(
@@ -850,7 +854,8 @@ def test_what_is_said_of_a_trainer_that_is_not_ready(
 
 def test_a_trainer_that_is_ready() -> None:
     ready = Ranks((0, "stable", 2), (1, "writing", 2))
-    assert look(ready, "full:0", 2, 2, 1.0) == look(ready, "full:0", 2, None, 1.0) == (2, "ab")
+    for step in (2, None):
+        assert look(ready, "full:0", 2, step, 1.0) == (2, "ab", {"0": "cd"})
     with pytest.raises(SupersededError, match="rank 0 is at 2"):
         look(ready, "full:0", 2, 1, 1.0)
 

@@ -13,6 +13,7 @@ import fleet
 import pytest
 from fanin.check import trained as digests_of
 from fanin.errors import NotFoundError, RequestError, StateError
+from fanin.fleet.steps import Committed
 from fanin.sync import EndpointResult, Registry, Service, SyncClient, SyncError, SyncServer
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 
@@ -218,7 +219,7 @@ def test_the_draft_is_compared_as_well(
         return digests_of(target, "0", *more)
 
     monkeypatch.setattr(registry_module, "digests_of", trained)
-    monkeypatch.setattr(registry_module, "wait_for_step", lambda *_, **__: (1, ""))
+    monkeypatch.setattr(registry_module, "committed", lambda *_: Committed(1, "", {}))
     trainer.commit(1, digests=True)
     registry = registry_of(trainer, engine, init={"draft_run": "draft"})
     assert of(registry.sync(1), engine).verified == 1 and engine.compared_runs == ["full:0"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fanin import check
 from fanin._otel import span
+from fanin.engine.directories import started_again
 from fanin.errors import (
     FaninError,
     HostError,
@@ -86,6 +87,7 @@ class Record:
     step: int | None = None  # of its weights; None: not known
     run: str = ""  # that the weights are of
     world: str = ""  # the launch of the trainer that the weights are of
+    incarnations: Mapping[str, str] = field(default_factory=dict)  # of its ranks then
     version: str | None = None  # what it was told to call its weights; None: not known
     had: Had | None = None  # the last sync that ended well
     taken: object | None = None  # by which call of the registry
@@ -126,6 +128,7 @@ class Plan:
     world: str  # of the trainer; "": the sync did not ask
     deadline: float  # of time.monotonic()
     again: bool  # also update engines that have the step
+    incarnations: Mapping[str, str] = field(default_factory=dict)  # of the ranks that have the step
     held: str = ""  # world of the weights, as the first engine that has them says
     draft_run: str | None = None  # of the engines' draft models; None: they stay
     trained: Mapping[str, Trained] = field(default_factory=dict)  # by run, of those with digests
@@ -267,11 +270,13 @@ class EngineSync:
             )
 
     def _has_it(self, driver: Driver) -> bool:
-        """Whether these very weights are there: step and launch of the trainer, by all accounts."""
+        """Whether these very weights are there: step, launch and ranks of the trainer, by all
+        accounts."""
         record, plan = self.record, self.plan
         known = (record.step, record.run, record.world, record.version)
         wanted = (plan.step, plan.info.run, plan.world, plan.version)
         whole = not record.dirty and not record.open and bool(plan.world)
+        whole = whole and not started_again(record.incarnations, plan.incarnations)
         if not whole or known != wanted or self.seen != plan.version:
             return False
         # Another service, of another trainer, calls its weights the same.
@@ -337,7 +342,7 @@ class EngineSync:
         record.external = self.pulled.external
         record.open = record.dirty = False
         record.step, record.world, record.version = plan.step, plan.world, plan.version
-        record.run = plan.info.run
+        record.run, record.incarnations = plan.info.run, plan.incarnations
 
     def _verify(self, driver: Driver, pulled: Pulled) -> None:
         """Compares what is served with what is trained, if it is to be. Raises HostError if that

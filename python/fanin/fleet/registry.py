@@ -49,7 +49,7 @@ from .engine_sync import (
     failure,
 )
 from .engine_vllm import VLLM
-from .steps import Run, Wanted, run_of, wait_for_step, wanted_of
+from .steps import Committed, Run, Wanted, committed, run_of, wanted_of
 
 _log = logging.getLogger("fanin.sync")
 
@@ -567,9 +567,9 @@ class Registry:
         deadline: float,
         again: bool,
     ) -> Plan:
-        world = ""
+        world, incarnations = "", dict[str, str]()
         if self.ask_trainer:
-            step, world = self._step_of(run, step, deadline)
+            step, world, incarnations = self._step_of(run, step, deadline)
         elif step is None:
             raise RequestError.make(
                 "which step is the newest is not known", "give step, or ask_trainer=True"
@@ -584,7 +584,16 @@ class Registry:
         version = version or f"step-{step}"
         trained = self._trained({run, *drafts}, step, world, options, deadline)
         return Plan(
-            step, version, info, options, world, deadline, again, draft_run=draft, trained=trained
+            step,
+            version,
+            info,
+            options,
+            world,
+            deadline,
+            again,
+            incarnations=incarnations,
+            draft_run=draft,
+            trained=trained,
         )
 
     def _trained(
@@ -607,11 +616,9 @@ class Registry:
 
         return {run: Trained(partial(ask, run)) for run in runs}
 
-    def _step_of(self, run: str, step: int | None, deadline: float) -> tuple[int, str]:
-        left, name = deadline - time.monotonic(), self.server_name
-        return wait_for_step(
-            self._trainer, run, step, timeout=left, server_name=name, **self._client
-        )
+    def _step_of(self, run: str, step: int | None, deadline: float) -> Committed:
+        left, more = deadline - time.monotonic(), self._client
+        return committed(self._trainer, run, step, left, self.server_name, None, dict(more))
 
     def _choose(
         self, group: str | Iterable[str] | None, urls: Iterable[str] | None

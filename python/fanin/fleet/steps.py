@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fanin._options import handed_on
 from fanin._quantization import LISTS, is_fit
 from fanin._records import PublicationInfo
 from fanin._served import tells_digests
 from fanin.client import Client
+from fanin.engine.directories import incarnations_of
 from fanin.engine.trainers import Published
 from fanin.errors import (
     CancelledError,
@@ -38,6 +39,14 @@ _CONNECT = 5.0
 _DEAD = 2.0
 
 _Found = TypeVar("_Found")
+
+
+class Committed(NamedTuple):
+    """A step that all ranks have."""
+
+    step: int
+    world: str  # 32 hex digits
+    incarnations: dict[str, str]  # of the ranks: one that is started again may have other bytes
 
 
 def newest_step(
@@ -126,10 +135,23 @@ def wait_for_step(
         TypeError: an argument that :class:`fanin.Client` does not take.
         FaninError: what :meth:`fanin.Client.connect` raises that does not pass by itself.
     """
-    publication = "full:" + check_run(run)
     more = handed_on("wait_for_step", Client, client)
+    return committed(trainer, run, step, timeout, server_name, stop, more)[:2]
 
-    def judge(asked: Any, size: int, timeout: float) -> tuple[int, str] | FaninError:
+
+def committed(
+    trainer: Target,
+    run: str,
+    step: int | None,
+    timeout: float,
+    server_name: str | None,
+    stop: threading.Event | None,
+    more: dict[str, Any],
+) -> Committed:
+    """As :func:`wait_for_step`, and of which processes the step is."""
+    publication = "full:" + check_run(run)
+
+    def judge(asked: Any, size: int, timeout: float) -> Committed | FaninError:
         return look(asked, publication, size, step, timeout)
 
     return _ask(trainer, publication, judge, timeout, server_name, stop, more)
@@ -283,8 +305,8 @@ def _steps(infos: Sequence[PublicationInfo]) -> dict[int, int]:
 
 def look(
     client: Any, publication: str, size: int, step: int | None, timeout: float
-) -> tuple[int, str] | FaninError:
-    """The step and the world if all ranks have it, else why not."""
+) -> Committed | FaninError:
+    """The step if all ranks have it, else why not."""
     infos = _infos(client, publication, timeout)
     if not infos:
         return NotFoundError.make(
@@ -312,7 +334,8 @@ def look(
     wanted = max(steps.values(), default=0) if step is None else step
     behind = [rank for rank, known in steps.items() if known < wanted]
     if len(steps) == size and not behind:
-        return wanted, next((one.world_id for one in client.ranks() if one.connected), "")
+        world = next((one.world_id for one in client.ranks() if one.connected), "")
+        return Committed(wanted, world, incarnations_of(client))
     told = f"{len(steps)} of {size} ranks publish it"
     if behind:
         told += f", and rank {behind[0]} is at {steps[behind[0]]}"
