@@ -21,7 +21,7 @@ static const char *whole_because(const pull *p)
 /* Leases that are held stay: the whole is read under them. */
 static void read_whole(pull *p, const char *because)
 {
-    pull_patches_forget(p);
+    delta_free(&p->delta);
     p->result->info.base_step = 0;
     p->result->info.whole_because = because;
     p->progress = (read_progress){.whole = &p->cache->whole.plan,
@@ -126,9 +126,7 @@ static fanin_status check_patch_part(void *cookie, size_t part, work_stop *stop,
 fanin_status pull_patches(pull *p, fanin_error *error)
 {
     const char *because = NULL;
-    fanin_status status = p->options->verify ? verify_ask_ahead(p, error) : FANIN_OK;
-    if (status == FANIN_OK)
-        status = read_patches(p, error);
+    fanin_status status = read_patches(p, error);
     if (status == FANIN_OK)
         status = delta_plan_changes(p->delta, &because, error);
     if (status == FANIN_OK && because) {

@@ -39,7 +39,6 @@ typedef struct inquiry {
 struct verifier {
     pull *p;
     const path_plan *plan; /* of the part */
-    stream_use use;
     size_t n_inquiries;
     inquiry *inquiries; /* one a source */
     held *held;
@@ -236,8 +235,10 @@ static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
                             .error = FANIN_ERROR_INIT};
     if (q->work.pieces->n_pieces == 0)
         return FANIN_OK;
-    if (!(connection_peer(q->control)->features & FEATURE_DIGESTS))
+    if (!(connection_peer(q->control)->features & FEATURE_DIGESTS)) {
+        p->state = PULL_FAILED;
         return cannot(q->control, error);
+    }
     for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
         if (!ask_for_piece(q, i))
             return work_broken_off(&v->work.stop, "verify",
@@ -251,11 +252,11 @@ static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
     else
         q->digests = digests;
     memcpy(q->work.token, p->leases[q->peer].token, sizeof q->work.token);
-    fanin_error why = FANIN_ERROR_INIT;
-    if (stream_open(p->client, q->peer, v->use, 1, &q->link, &why) == FANIN_OK)
-        stream_link_start(q->link, &q->work, &v->share);
-    else
-        stream_work_fail(&q->work, &why);
+    fanin_status status = stream_open(p->client, q->peer, 1, &q->link, error);
+    if (status != FANIN_OK)
+        return status;
+    connection_set_owing(q->control, true);
+    stream_link_start(q->link, &q->work, &v->share);
     return FANIN_OK;
 }
 
@@ -263,15 +264,14 @@ static fanin_status look_at_inquiries(const verifier *v, bool *done, deadline *w
                                       fanin_error *error)
 {
     *done = true;
-    for (size_t i = 0; i < v->n_inquiries; i++) {
+    for (size_t i = 0; i < v->plan->n_sources; i++) {
         inquiry *q = &v->inquiries[i];
         const connection *c = q->control;
-        if (q->link)
-            stream_link_look(q->link, &v->share, wake);
-        if (q->work.failed)
-            return error_copy(error, &q->work.error);
         if (!q->link)
             continue;
+        stream_link_look(q->link, &v->share, wake);
+        if (q->work.failed)
+            return error_copy(error, &q->work.error);
         if (connection_get_state(c) != CONNECTION_READY)
             return error_copy(error, connection_fault(c));
         *done = *done && q->work.done_requests == q->list.n_requests;
@@ -280,39 +280,29 @@ static fanin_status look_at_inquiries(const verifier *v, bool *done, deadline *w
     return FANIN_OK;
 }
 
-/* From now on who is silent holds this up. */
-static void set_inquiries_owing(const verifier *v, bool owe)
+static fanin_status await_digests(verifier *v, fanin_error *error)
 {
-    for (size_t i = 0; i < v->n_inquiries; i++) {
-        if (v->inquiries[i].link)
-            connection_set_owing(v->inquiries[i].control, owe);
+    for (;;) {
+        bool done;
+        deadline wake = UINT64_MAX;
+        fanin_status status = look_at_inquiries(v, &done, &wake, error);
+        if (status == FANIN_OK && !done)
+            status = client_step(v->p->client, v->p->at, wake, "verify", error);
+        if (status != FANIN_OK || done)
+            return status;
     }
 }
 
 static void end_inquiries(verifier *v)
 {
-    for (size_t i = 0; i < v->n_inquiries; i++) {
+    for (size_t i = 0; v->inquiries && i < v->n_inquiries; i++) {
         inquiry *q = &v->inquiries[i];
-        if (q->link)
-            stream_end_work(v->p->client, q->peer, v->use);
+        if (!q->link)
+            continue;
+        connection_set_owing(q->control, false);
+        stream_end_work(v->p->client, q->peer);
         q->link = NULL;
     }
-}
-
-static fanin_status await_digests(verifier *v, fanin_error *error)
-{
-    fanin_status status = FANIN_OK;
-    bool done = false;
-    set_inquiries_owing(v, true);
-    while (status == FANIN_OK && !done) {
-        deadline wake = UINT64_MAX;
-        status = look_at_inquiries(v, &done, &wake, error);
-        if (status == FANIN_OK && !done)
-            status = client_step(v->p->client, v->p->at, wake, "verify", error);
-    }
-    set_inquiries_owing(v, false);
-    end_inquiries(v);
-    return status;
 }
 
 void verify_forget(verifier **out)
@@ -320,8 +310,7 @@ void verify_forget(verifier **out)
     verifier *v = *out;
     if (!v)
         return;
-    end_inquiries(v);
-    for (size_t i = 0; i < v->n_inquiries; i++) {
+    for (size_t i = 0; v->inquiries && i < v->n_inquiries; i++) {
         inquiry *q = &v->inquiries[i];
         free(q->list.entries);
         free(q->list.requests);
@@ -340,7 +329,7 @@ void verify_forget(verifier **out)
     *out = NULL;
 }
 
-static verifier *verifier_create(pull *p, stream_use use)
+static verifier *verifier_create(pull *p)
 {
     size_t n_ranges;
     const memory_range *ranges = pull_ranges_of_part(p, &n_ranges);
@@ -349,13 +338,12 @@ static verifier *verifier_create(pull *p, stream_use use)
         return NULL;
     *v = (verifier){.p = p,
                     .plan = &pull_part(p)->plan,
-                    .use = use,
+                    .n_inquiries = pull_part(p)->plan.n_sources,
                     .share = {.loop = &p->client->loop,
                               .max_inflight = p->client->config.max_inflight}};
     client_work_start(&v->work, p->client, p->at);
     v->held = held_create(p->client->devices->g, ranges, n_ranges);
-    v->inquiries = calloc(v->plan->n_sources + 1, sizeof *v->inquiries);
-    v->n_inquiries = v->inquiries ? v->plan->n_sources : 0;
+    v->inquiries = calloc(v->n_inquiries + 1, sizeof *v->inquiries);
     if (!v->held || !v->inquiries)
         verify_forget(&v);
     return v;
@@ -369,7 +357,8 @@ static uint64_t most_of(const announcement *said)
     return most < LIMIT_DIGEST_BYTES ? most : LIMIT_DIGEST_BYTES;
 }
 
-static fanin_status start_inquiries(verifier *v, fanin_error *error)
+/* What ranks say is compared, or kept. */
+static fanin_status ask_digests(verifier *v, fanin_error *error)
 {
     pull *p = v->p;
     fanin_status status = FANIN_OK;
@@ -382,46 +371,23 @@ static fanin_status start_inquiries(verifier *v, fanin_error *error)
                                     .most = most_of(&p->announced[peer])};
         status = start_inquiry(v, &v->inquiries[i], error);
     }
-    return client_work_end(&v->work, status, error);
-}
-
-/* By a rank: what was asked ahead, by a connection more, may be asked again. */
-static bool is_refused(const verifier *v)
-{
-    bool refused = false;
-    for (size_t i = 0; i < v->n_inquiries; i++)
-        refused = refused || v->inquiries[i].work.failed;
-    return refused;
-}
-
-/* What ranks say is compared, or kept. */
-static fanin_status ask_digests(pull *p, fanin_error *error)
-{
-    verifier *v = verifier_create(p, STREAM_READS);
-    fanin_status status = v ? start_inquiries(v, error) : error_set_memory(error);
+    status = client_work_end(&v->work, status, error);
     if (status == FANIN_OK)
         status = await_digests(v, error);
-    if (status == FANIN_OK && p->delta)
-        p->kept = v;
-    else
-        verify_forget(&v);
+    end_inquiries(v);
     return status;
-}
-
-fanin_status verify_ask_ahead(pull *p, fanin_error *error)
-{
-    p->kept = verifier_create(p, STREAM_DIGESTS);
-    return p->kept ? start_inquiries(p->kept, error) : error_set_memory(error);
 }
 
 fanin_status pull_verify(pull *p, fanin_error *error)
 {
-    fanin_status status = p->kept ? await_digests(p->kept, error) : FANIN_OK;
-    if (p->kept && is_refused(p->kept))
-        verify_forget(&p->kept);
-    if (!p->kept)
-        status = ask_digests(p, error);
-    p->result->info.verified = status == FANIN_OK && !p->kept;
+    verifier *v = verifier_create(p);
+    fanin_status status = v ? ask_digests(v, error) : error_set_memory(error);
+    bool keeps = status == FANIN_OK && p->delta;
+    if (keeps)
+        p->kept = v;
+    else
+        verify_forget(&v);
+    p->result->info.verified = status == FANIN_OK && !keeps;
     if (status == FANIN_OK)
         pull_read_ended(p);
     return status;

@@ -18,9 +18,6 @@
  * Where the pull reads patches: the ranks' digests are in p->kept.
  */
 fanin_status pull_verify(pull *p, fanin_error *error);
-/** PULL_PATCHES: asks for what PULL_VERIFY keeps, so that ranks digest while patches are read.
-    Where a rank refuses PULL_VERIFY asks again. Errors as of pull_verify(). */
-fanin_status verify_ask_ahead(pull *p, fanin_error *error);
 
 typedef struct verifier verifier;
 /** *@p equal: the destination holds what the ranks had digested; else @p why says of which rank and

@@ -14,53 +14,53 @@
 
 /* Of one peer. */
 struct stream_end {
-    stream_link *links[STREAM_USES];
-    uint64_t generation[STREAM_USES]; /* of the connection that it was made for */
+    stream_link *link;
+    uint64_t generation; /* of the connection that it was made for */
 };
 
 /* NULL: there are none, or none that are of use. */
-static stream_link *find_link(const fanin_client *client, size_t peer, stream_use use)
+static stream_link *find_link(const fanin_client *client, size_t peer)
 {
     const struct stream_end *end = client->streams ? &client->streams[peer] : NULL;
-    bool is_current = end && end->generation[use] == client->peers[peer].generation;
-    stream_link *link = is_current ? end->links[use] : NULL;
+    bool is_current = end && end->generation == client->peers[peer].generation;
     /* They may have been closed while they rested. */
-    return link && stream_link_is_whole(link) ? link : NULL;
+    return is_current && end->link && stream_link_is_whole(end->link) ? end->link
+                                                                      : NULL;
 }
 
 bool stream_at_hand(const fanin_client *client, size_t peer)
 {
-    const stream_link *link = find_link(client, peer, STREAM_READS);
+    const stream_link *link = find_link(client, peer);
     return link && stream_link_is_made(link);
 }
 
-fanin_status stream_open(fanin_client *client, size_t peer, stream_use use,
-                         unsigned count, stream_link **out, fanin_error *error)
+fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
+                         stream_link **out, fanin_error *error)
 {
     const struct peer *p = &client->peers[peer];
     fanin_status status = FANIN_OK;
-    *out = find_link(client, peer, use);
+    *out = find_link(client, peer);
     if (!client->streams)
         client->streams = calloc(client->n_peers, sizeof *client->streams);
     if (!client->streams)
         return error_set_memory(error);
-    stream_link **link = &client->streams[peer].links[use];
-    client->streams[peer].generation[use] = p->generation;
+    struct stream_end *end = &client->streams[peer];
+    end->generation = p->generation;
     if (!*out)
-        stream_link_destroy(link);
-    if (!*link)
-        status = stream_link_create(client, p->control, 1, link, error);
+        stream_link_destroy(&end->link);
+    if (!end->link)
+        status = stream_link_create(client, p->control, 1, &end->link, error);
     fanin_error why = FANIN_ERROR_INIT;
-    *out = *link;
-    if (status != FANIN_OK || stream_link_widen(*link, count, &why) == FANIN_OK ||
+    *out = end->link;
+    if (status != FANIN_OK || stream_link_widen(end->link, count, &why) == FANIN_OK ||
         client->config.streams_per_rank == 0)
         return status; /* more are faster; one does */
     return error_copy(error, &why);
 }
 
-void stream_end_work(fanin_client *client, size_t peer, stream_use use)
+void stream_end_work(fanin_client *client, size_t peer)
 {
-    stream_link **link = &client->streams[peer].links[use];
+    stream_link **link = &client->streams[peer].link;
     if (*link && !stream_link_stop(*link))
         stream_link_destroy(link);
 }
@@ -68,10 +68,8 @@ void stream_end_work(fanin_client *client, size_t peer, stream_use use)
 /* Closes those of all peers. */
 static void stream_disconnect(fanin_client *client)
 {
-    for (size_t i = 0; client->streams && i < client->n_peers; i++) {
-        for (size_t use = 0; use < STREAM_USES; use++)
-            stream_link_destroy(&client->streams[i].links[use]);
-    }
+    for (size_t i = 0; client->streams && i < client->n_peers; i++)
+        stream_link_destroy(&client->streams[i].link);
     free(client->streams);
     client->streams = NULL;
 }
@@ -298,8 +296,7 @@ static fanin_status start_source(stream_reading *s, size_t i, unsigned count,
     const path_reading *r = s->r;
     size_t peer = r->plan->peer_of[i];
     stream_source *source = &s->sources[i];
-    fanin_status status =
-        stream_open(r->client, peer, STREAM_READS, count, &source->link, error);
+    fanin_status status = stream_open(r->client, peer, count, &source->link, error);
     if (status == FANIN_OK)
         status = deal_connections(s, source, error);
     if (status != FANIN_OK)
@@ -454,7 +451,7 @@ static bool finish(void *reading)
     take_back(s);
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         if (s->sources[i].link)
-            stream_end_work(s->r->client, s->r->plan->peer_of[i], STREAM_READS);
+            stream_end_work(s->r->client, s->r->plan->peer_of[i]);
     }
     free(s->threads);
     free(s);

@@ -93,18 +93,11 @@ bool stream_link_stop(stream_link *link);
 
 extern const path_reader stream_reader;
 
-/** What a peer's data connections are for. A link has one work at a time. */
-typedef enum stream_use {
-    STREAM_READS,
-    STREAM_DIGESTS, /**< that are made while it reads */
-    STREAM_USES,
-} stream_use;
-
 /** The peer's data connections to its current incarnation: those that there are, and more, made
     without waiting, if these are fewer than @p count. */
-fanin_status stream_open(fanin_client *client, size_t peer, stream_use use,
-                         unsigned count, stream_link **out, fanin_error *error);
-/** Whether there are any to read by, and one is made. */
+fanin_status stream_open(fanin_client *client, size_t peer, unsigned count,
+                         stream_link **out, fanin_error *error);
+/** Whether there are any of use, and one is made. */
 bool stream_at_hand(const fanin_client *client, size_t peer);
 /**
  * To all sources with pieces that stream reads, and to the others as well if @p all: data
@@ -114,7 +107,7 @@ bool stream_at_hand(const fanin_client *client, size_t peer);
  */
 fanin_status stream_connect(const path_reading *r, bool all, deadline at,
                             fanin_error *error);
-/** The work over them has ended: drops them if replies are still on their way. */
-void stream_end_work(fanin_client *client, size_t peer, stream_use use);
+/** The reading over them has ended: drops them if replies are still on their way. */
+void stream_end_work(fanin_client *client, size_t peer);
 
 #endif

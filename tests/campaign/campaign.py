@@ -65,7 +65,7 @@ from processes import (
 from stuck import doing
 
 WORLD = 3
-SOCKETS = WORLD * (1 + 2 + 1)  # of a reader: to each rank one that asks, for each thread, digests
+SOCKETS = WORLD * (1 + 2)  # of a reader: to each rank one that asks, and one for each thread
 THREADS = 32  # of a reader within a pull, and of a driver
 DRIVER_FILES = 500  # and its descriptors
 CLOSING = 5.0  # s, until a rank has noticed that a peer is gone

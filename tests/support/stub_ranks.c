@@ -2,7 +2,6 @@
 #include "stub_ranks.h"
 
 #include "host.h"
-#include "convert.h"
 #include "digest.h"
 #include "testing.h"
 #include <poll.h>
@@ -365,28 +364,6 @@ static bool answer_read(stub_talk *t, uint64_t request, body *in)
     return true;
 }
 
-/* Of entries of its one box. */
-static bool answer_digest(stub_talk *t, uint64_t request, body *in)
-{
-    static read_entry entries[LIMIT_READ_ENTRIES];
-    static digest digests[LIMIT_READ_ENTRIES];
-    const stub_rank *r = t->rank;
-    msg_read m;
-    assert_int_equal(decode_digest(in, &m, entries), FANIN_OK);
-    box_digest *sum = box_digest_create();
-    for (uint32_t i = 0; i < m.n_entries; i++) {
-        const read_entry *e = &entries[i];
-        assert_true(e->count == 0 && e->offset + e->length <= r->size);
-        box_digest_add(sum, r->bytes + e->offset, e->length, CONVERT_NONE);
-        digests[i] = box_digest_take(sum);
-    }
-    box_digest_free(sum);
-    encode_digest_ok(
-        &t->out, request,
-        &(msg_digest_ok){.digests = {digests[0].bytes, m.n_entries * sizeof *digests}});
-    return true;
-}
-
 bool stub_answer(stub_talk *t, const frame *f, body *in)
 {
     switch (f->type) {
@@ -411,8 +388,6 @@ bool stub_answer(stub_talk *t, const frame *f, body *in)
         return answer_begin(t, f->request, in);
     case MSG_READ:
         return answer_read(t, f->request, in);
-    case MSG_DIGEST:
-        return answer_digest(t, f->request, in);
     case MSG_END:
         encode_end_ok(&t->out, f->request,
                       &(msg_end_ok){.good = true, .step = t->rank->step});

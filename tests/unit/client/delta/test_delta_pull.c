@@ -27,11 +27,10 @@ static struct {
 static struct {
     message_type of;
     unsigned times;
-    enum { NOTHING, HANGS_UP, IS_STALE, ANOTHER_COPY, TOUCHES, REFUSES } act;
+    enum { NOTHING, HANGS_UP, IS_STALE, ANOTHER_COPY, TOUCHES } act;
     bool deltas;             /* the last wait asked for them */
     unsigned whole, patches; /* entries that were read */
     unsigned read_after;     /* reads that are answered before it acts */
-    unsigned ahead;          /* digests that were asked for before anything was read */
 } odd;
 
 static void note_read(const stub_rank *r, const body *in)
@@ -56,8 +55,6 @@ static bool answer(stub_talk *t, const frame *f, body *in)
     }
     if (f->type == MSG_READ)
         note_read(t->rank, in);
-    if (f->type == MSG_DIGEST && odd.patches == 0)
-        odd.ahead++;
     if (odd.act == NOTHING || f->type != odd.of || t->rank->hello.rank != 1 ||
         odd.times == 0)
         return stub_answer(t, f, in);
@@ -69,8 +66,6 @@ static bool answer(stub_talk *t, const frame *f, body *in)
     switch (odd.act) {
     case HANGS_UP:
         return false;
-    case REFUSES:
-        return stub_answer_error(t, f->request, FANIN_ERR_LIMIT, "no more connections");
     case IS_STALE:
         encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 9});
         return true;
@@ -147,7 +142,7 @@ static void commit_patch(unsigned changes)
 static fanin_status pull_with(fanin_client *client)
 {
     fanin_result *result = NULL;
-    odd.whole = odd.patches = odd.ahead = 0;
+    odd.whole = odd.patches = 0;
     s.error = (fanin_error)FANIN_ERROR_INIT;
     memcpy(s.before, s.memory, BYTES);
     fanin_status status =
@@ -276,50 +271,6 @@ CASE(ranks_without_patches)
     expect_whole("not known"); /* a copy of before had no number */
     commit_patch(3);
     expect_delta(s.step - 1);
-}
-
-/* -------------------------------------------------------------------- digests */
-
-CASE(ranks_digest_while_patches_are_read)
-{
-    s.options.verify = true;
-    begin_deltas();
-    expect_delta(2);
-    commit_patch(3);
-    unsigned connections = stub_world_asked(&s.world, MSG_HELLO);
-    expect_delta(3); /* by the connections that there are */
-    assert_true(s.info.verified);
-    assert_int_equal(odd.ahead, RANKS);
-    assert_int_equal(stub_world_asked(&s.world, MSG_HELLO), connections);
-    commit_patch(3);
-    memset(s.memory, 0xee, 9); /* nobody says so */
-    expect_whole("not what the ranks held");
-}
-
-/* They are asked for again, when patches are here and their connections idle. */
-CASE(a_rank_that_has_no_connection_for_digests)
-{
-    s.options.verify = true;
-    begin_deltas();
-    odd.of = MSG_HELLO;
-    odd.act = REFUSES;
-    odd.times = 1;
-    expect_delta(2);
-    assert_true(s.info.verified);
-    assert_int_equal(odd.times, 0);
-    assert_int_equal(s.info.restarts, 0);
-}
-
-CASE(digests_of_patches_that_are_not_read)
-{
-    s.options.verify = true;
-    begin_deltas();
-    commit_patch(PART / 4);
-    expect_whole("more than half");
-    assert_true(s.info.verified);
-    commit_patch(3);
-    expect_delta(s.step - 1);
-    assert_true(s.info.verified);
 }
 
 /* ---------------------------------------------------------------- what is no base */
