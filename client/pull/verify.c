@@ -264,7 +264,7 @@ static fanin_status look_at_inquiries(const verifier *v, bool *done, deadline *w
                                       fanin_error *error)
 {
     *done = true;
-    for (size_t i = 0; i < v->plan->n_sources; i++) {
+    for (size_t i = 0; i < v->n_inquiries; i++) {
         inquiry *q = &v->inquiries[i];
         const connection *c = q->control;
         if (!q->link)
@@ -295,7 +295,7 @@ static fanin_status await_digests(verifier *v, fanin_error *error)
 
 static void end_inquiries(verifier *v)
 {
-    for (size_t i = 0; v->inquiries && i < v->n_inquiries; i++) {
+    for (size_t i = 0; i < v->n_inquiries; i++) {
         inquiry *q = &v->inquiries[i];
         if (!q->link)
             continue;
@@ -310,7 +310,7 @@ void verify_forget(verifier **out)
     verifier *v = *out;
     if (!v)
         return;
-    for (size_t i = 0; v->inquiries && i < v->n_inquiries; i++) {
+    for (size_t i = 0; i < v->n_inquiries; i++) {
         inquiry *q = &v->inquiries[i];
         free(q->list.entries);
         free(q->list.requests);
@@ -338,12 +338,12 @@ static verifier *verifier_create(pull *p)
         return NULL;
     *v = (verifier){.p = p,
                     .plan = &pull_part(p)->plan,
-                    .n_inquiries = pull_part(p)->plan.n_sources,
                     .share = {.loop = &p->client->loop,
                               .max_inflight = p->client->config.max_inflight}};
     client_work_start(&v->work, p->client, p->at);
     v->held = held_create(p->client->devices->g, ranges, n_ranges);
-    v->inquiries = calloc(v->n_inquiries + 1, sizeof *v->inquiries);
+    v->inquiries = calloc(v->plan->n_sources + 1, sizeof *v->inquiries);
+    v->n_inquiries = v->inquiries ? v->plan->n_sources : 0;
     if (!v->held || !v->inquiries)
         verify_forget(&v);
     return v;
