@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fanin._options import Credentials
-from fanin.engine.directories import incarnations_of
 from fanin.errors import (
     CancelledError,
     ConnectionFailedError,
@@ -106,6 +105,20 @@ class Source:
             info.world_id,
             info.secret_file,
         )
+
+
+def incarnations_of(client: Any) -> dict[str, str]:
+    """Of each rank that a client is connected to, as fanin.json has them. Does not block."""
+    return {
+        str(one.rank): str(one.incarnation)
+        for one in client.ranks()
+        if one.connected and one.rank is not None
+    }
+
+
+def started_again(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether a rank was started again: it may have other bytes of the same step."""
+    return any(then.get(rank, incarnation) != incarnation for rank, incarnation in now.items())
 
 
 class ClientPool:

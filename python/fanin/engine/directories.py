@@ -23,29 +23,15 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fanin.config import default_cache_dir
+from fanin.engine.clients import started_again
 from fanin.errors import FaninError, HostError, PullTimeoutError
 
 _USE = ".fanin-use"
 _DEAD = ".fanin-dead"
 
 _undeleted: deque[Path] = deque()  # given up by this process, and there still
-
-
-def incarnations_of(client: Any) -> dict[str, str]:
-    """Of each rank that a client is connected to, as fanin.json has them. Does not block."""
-    return {
-        str(one.rank): str(one.incarnation)
-        for one in client.ranks()
-        if one.connected and one.rank is not None
-    }
-
-
-def started_again(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether a rank was started again: it may have other bytes of the same step."""
-    return any(then.get(rank, incarnation) != incarnation for rank, incarnation in now.items())
 
 
 def is_outlived(path: Path, now: Mapping[str, str]) -> bool:
@@ -173,7 +159,7 @@ class Places:
         An engine's prefix cache knows adapters by their paths, so a step that is pulled again
         after it was retired goes to ``...-2``, ``...-3``. So does a step of ranks of which one was
         started again: another engine may still read the directory that is there. *now*: see
-        :func:`incarnations_of`. Does not block.
+        :func:`fanin.engine.clients.incarnations_of`. Does not block.
         """
         base = self.root / world / _folder(run) / f"{_folder(label)}-step{step}"
         while True:

@@ -22,8 +22,15 @@ from typing import Any, TypeAlias
 
 from fanin.engine import checks
 from fanin.engine.checks import AdapterFacts, EngineFacts
-from fanin.engine.clients import ClientPool, Source, Target, remaining
-from fanin.engine.directories import Lease, Places, incarnations_of, started_again
+from fanin.engine.clients import (
+    ClientPool,
+    Source,
+    Target,
+    incarnations_of,
+    remaining,
+    started_again,
+)
+from fanin.engine.directories import Lease, Places
 from fanin.engine.faults import refused_as_too_large
 from fanin.engine.spares import Spares
 from fanin.engine.waits import Waits

@@ -25,7 +25,7 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
-from fanin.engine.directories import started_again
+from fanin.engine.clients import started_again
 from fanin.engine.metrics import Metrics
 from fanin.engine.pulls import Adapter
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fanin import check
 from fanin._otel import span
-from fanin.engine.directories import started_again
+from fanin.engine.clients import started_again
 from fanin.errors import (
     FaninError,
     HostError,

@@ -15,7 +15,7 @@ from fanin._quantization import LISTS, is_fit
 from fanin._records import PublicationInfo
 from fanin._served import tells_digests
 from fanin.client import Client
-from fanin.engine.directories import incarnations_of
+from fanin.engine.clients import incarnations_of
 from fanin.engine.trainers import Published
 from fanin.errors import (
     CancelledError,

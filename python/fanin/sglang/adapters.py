@@ -33,8 +33,8 @@ from fanin._records import PullResult
 from fanin.client import Client
 from fanin.config import default_cache_dir
 from fanin.engine.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
-from fanin.engine.clients import remaining
-from fanin.engine.directories import Lease, Places, incarnations_of, is_outlived
+from fanin.engine.clients import incarnations_of, remaining
+from fanin.engine.directories import Lease, Places, is_outlived
 from fanin.engine.faults import refused_as_too_large
 from fanin.errors import (
     ConnectionFailedError,
