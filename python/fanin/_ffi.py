@@ -8,22 +8,7 @@ Structures that begin with ``struct_size`` may grow at their end in later versio
 from __future__ import annotations
 
 import ctypes
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    Structure,
-    c_bool,
-    c_char,
-    c_char_p,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint8,
-    c_uint16,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char, c_char_p, c_uint64, c_void_p
 from typing import Any
 
 from fanin._counters import SERVER_STATS
@@ -50,125 +35,96 @@ STEP_NEWEST, STEP_EXACT, STEP_AT_LEAST = 0, 1, 2
 #: Names of ``fanin_publication_info.state``.
 PUBLICATION_STATES = ("unpublished", "stable", "draining", "writing", "paused")
 
+_KINDS: dict[str, Any] = {
+    **{"none": None, "bool": c_bool, "char": c_char, "text": c_char_p, "size": ctypes.c_size_t},
+    **{"u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": c_uint64},
+    **{"i32": ctypes.c_int32, "i64": ctypes.c_int64, "status": ctypes.c_int32},
+    **{"void": c_void_p, "handle": c_void_p},
+}
+
+
+def _kind(name: str) -> Any:
+    """The type of this name, of :data:`_KINDS` or this module; ``*``: a pointer to it."""
+    if name.startswith("*"):
+        return POINTER(_kind(name[1:]))
+    return _KINDS[name] if name in _KINDS else globals()[name]
+
+
+def fields(text: str) -> list[tuple[str, Any]]:
+    """Of a structure, from ``kind name name[count]; kind name``, in the order of its members."""
+    found: list[tuple[str, Any]] = []
+    for kind, *names in map(str.split, text.split(";")):
+        for name, _, count in (one.rstrip("]").partition("[") for one in names):
+            found.append((name, _kind(kind) * int(count) if count else _kind(kind)))
+    return found
+
 
 class Error(Structure):
     """``fanin_error``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("status", c_int32),
-        ("rank", c_int32),
-        ("sys_errno", c_int32),
-        ("ucx_status", c_int32),
-        ("phase", c_char * 16),
-        ("address", c_char * 64),
-        ("key", c_char * 640),
-        ("message", c_char * 512),
-        ("remedy", c_char * 256),
-    ]
+    _fields_ = fields(
+        "size struct_size; i32 status rank sys_errno ucx_status; char phase[16] address[64] "
+        "key[640] message[512] remedy[256]"
+    )
 
 
 class LogLine(Structure):
     """``fanin_log_line``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("level", c_int32),
-        ("lost", c_uint32),
-        ("time_ns", c_uint64),
-        ("event", c_char * 48),
-        ("message", c_char * 976),
-    ]
+    _fields_ = fields(
+        "size struct_size; i32 level; u32 lost; u64 time_ns; char event[48] message[976]"
+    )
 
 
 class Memory(Structure):
     """``fanin_memory``"""
 
-    _fields_ = [("kind", c_int32), ("device", c_int32)]
+    _fields_ = fields("i32 kind device")
 
 
 class Stream(Structure):
     """``fanin_stream``"""
 
-    _fields_ = [("handle", c_void_p), ("device", c_int32)]
+    _fields_ = fields("void handle; i32 device")
 
 
 class Box(Structure):
     """``fanin_box``"""
 
-    _fields_ = [
-        ("offset", c_uint64 * MAX_DIMS),
-        ("extent", c_uint64 * MAX_DIMS),
-        ("stride", c_int64 * MAX_DIMS),
-        ("address", c_void_p),
-    ]
+    _fields_ = fields("u64 offset[8] extent[8]; i64 stride[8]; void address")
 
 
 class Tensor(Structure):
     """``fanin_tensor``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("name", c_char_p),
-        ("dtype", c_int32),
-        ("n_dims", c_uint32),
-        ("shape", c_uint64 * MAX_DIMS),
-        ("boxes", POINTER(Box)),
-        ("n_boxes", c_size_t),
-        ("memory", Memory),
-        ("flags", c_uint32),
-    ]
+    _fields_ = fields(
+        "size struct_size; text name; i32 dtype; u32 n_dims; u64 shape[8]; *Box boxes; "
+        "size n_boxes; Memory memory; u32 flags"
+    )
 
 
 class Pair(Structure):
     """``fanin_pair``"""
 
-    _fields_ = [("key", c_char_p), ("value", c_char_p)]
+    _fields_ = fields("text key value")
 
 
 class ServerConfig(Structure):
     """``fanin_server_config``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("name", c_char_p),
-        ("world_id", c_uint8 * WORLD_ID_SIZE),
-        ("rank", c_uint32),
-        ("world_size", c_uint32),
-        ("bind", c_char_p),
-        ("allow", c_char_p),
-        ("base_port", c_uint16),
-        ("flags", c_uint32),
-        ("lease_ms", c_uint32),
-        ("max_sessions", c_uint32),
-        ("max_memory", c_uint64),
-        ("idle_ms", c_uint32),
-        ("log", c_void_p),
-        ("log_cookie", c_void_p),
-        ("data_threads", c_uint32),
-        ("peer_cpu", c_uint32),
-        ("stranger_share_ms", c_uint32),
-        ("own_share_ms", c_uint32),
-        ("nice", c_int32),
-        ("secret_file", c_char_p),
-        ("stranger_cpu", c_uint32),
-        ("tls_cert", c_char_p),
-        ("tls_key", c_char_p),
-        ("tls_ca", c_char_p),
-        ("max_bytes_per_second", c_uint64),
-    ]
+    _fields_ = fields(
+        "size struct_size; text name; u8 world_id[16]; u32 rank world_size; text bind allow; "
+        "u16 base_port; u32 flags lease_ms max_sessions; u64 max_memory; u32 idle_ms; "
+        "void log log_cookie; u32 data_threads peer_cpu stranger_share_ms own_share_ms; i32 nice; "
+        "text secret_file; u32 stranger_cpu; text tls_cert tls_key tls_ca; "
+        "u64 max_bytes_per_second"
+    )
 
 
 class CommitOptions(Structure):
     """``fanin_commit_options``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("flags", c_uint32),
-        ("cast", c_int32),
-        ("stream", Stream),
-        ("deltas", c_uint32),
-    ]
+    _fields_ = fields("size struct_size; u32 flags; i32 cast; Stream stream; u32 deltas")
 
 
 _SHAPES: dict[str, Any] = {"held_up_by": c_char * 64, "drain_waits": c_uint64 * DRAIN_BUCKETS}
@@ -177,39 +133,20 @@ _SHAPES: dict[str, Any] = {"held_up_by": c_char * 64, "drain_waits": c_uint64 * 
 class ServerStats(Structure):
     """``fanin_server_stats``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        *((name, _SHAPES.get(name, c_uint64)) for name in SERVER_STATS),
+    _fields_ = fields("size struct_size") + [
+        (name, _SHAPES.get(name, c_uint64)) for name in SERVER_STATS
     ]
 
 
 class ClientConfig(Structure):
     """``fanin_client_config``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("server_name", c_char_p),
-        ("world_id", c_uint8 * WORLD_ID_SIZE),
-        ("connect_timeout_ms", c_uint32),
-        ("lost_ms", c_uint32),
-        ("max_inflight", c_uint64),
-        ("max_catalog", c_uint64),
-        ("streams_per_rank", c_uint32),
-        ("path", c_int32),
-        ("no_unix", c_bool),
-        ("no_ucx", c_bool),
-        ("log", c_void_p),
-        ("log_cookie", c_void_p),
-        ("no_checksums", c_bool),
-        ("partial", c_bool),
-        ("threads", c_uint32),
-        ("trust_containers", c_bool),
-        ("trust_other_users", c_bool),
-        ("secret_file", c_char_p),
-        ("tls_cert", c_char_p),
-        ("tls_key", c_char_p),
-        ("tls_ca", c_char_p),
-    ]
+    _fields_ = fields(
+        "size struct_size; text server_name; u8 world_id[16]; u32 connect_timeout_ms lost_ms; "
+        "u64 max_inflight max_catalog; u32 streams_per_rank; i32 path; bool no_unix no_ucx; "
+        "void log log_cookie; bool no_checksums partial; u32 threads;"
+        "bool trust_containers trust_other_users; text secret_file tls_cert tls_key tls_ca"
+    )
 
 
 ProgressFn = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
@@ -218,28 +155,18 @@ ProgressFn = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
 class RankProgress(Structure):
     """``fanin_rank_progress``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("rank", c_int32),
-        ("path", c_int32),
-        ("address", c_char_p),
-        ("bytes_done", c_uint64),
-        ("bytes_total", c_uint64),
-        ("quiet_ms", c_uint64),
-    ]
+    _fields_ = fields(
+        "size struct_size; i32 rank path; text address; u64 bytes_done bytes_total quiet_ms"
+    )
 
 
 class PullProgress(Structure):
     """``fanin_pull_progress``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("bytes_done", c_uint64),
-        ("bytes_total", c_uint64),
-        ("ranks", POINTER(POINTER(RankProgress))),
-        ("n_ranks", c_size_t),
-        ("slowest", POINTER(RankProgress)),
-    ]
+    _fields_ = fields(
+        "size struct_size; u64 bytes_done bytes_total; **RankProgress ranks; size n_ranks; "
+        "*RankProgress slowest"
+    )
 
 
 RankProgressFn = CFUNCTYPE(None, c_void_p, POINTER(PullProgress))
@@ -248,209 +175,98 @@ RankProgressFn = CFUNCTYPE(None, c_void_p, POINTER(PullProgress))
 class RelayConfig(Structure):
     """``fanin_relay_config``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("client", POINTER(ClientConfig)),
-        ("server", POINTER(ServerConfig)),
-        ("unit_bytes", c_uint64),
-        ("place", c_char_p),
-    ]
+    _fields_ = fields(
+        "size struct_size; *ClientConfig client; *ServerConfig server; u64 unit_bytes; text place"
+    )
 
 
 class RelayStats(Structure):
     """``fanin_relay_stats``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("units", c_uint64),
-        ("landed", c_uint64),
-        ("bytes_from_origin", c_uint64),
-        ("bytes_from_relays", c_uint64),
-        ("bytes_handed_on", c_uint64),
-        ("late", c_uint64),
-        ("taken_over", c_uint64),
-        ("holders", c_uint64),
-        ("forbidden", c_uint64),
-    ]
+    _fields_ = fields(
+        "size struct_size; u64 units landed bytes_from_origin bytes_from_relays bytes_handed_on "
+        "late taken_over holders forbidden"
+    )
 
 
 class PullOptions(Structure):
     """``fanin_pull_options``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("publication", c_char_p),
-        ("rule", c_int32),
-        ("step", c_uint64),
-        ("timeout_ms", c_uint32),
-        ("max_attempts", c_uint32),
-        ("progress", ProgressFn),
-        ("progress_cookie", c_void_p),
-        ("dtype", c_int32),
-        ("stream", Stream),
-        ("spare_file", c_bool),
-        ("trust_config", c_bool),
-        ("max_bytes", c_uint64),
-        ("verify", c_bool),
-        ("max_file_bytes", c_uint64),
-        ("rank_progress", RankProgressFn),
-        ("deltas", c_bool),
-        ("delta_from", c_char_p),
-    ]
+    _fields_ = fields(
+        "size struct_size; text publication; i32 rule; u64 step; u32 timeout_ms max_attempts; "
+        "ProgressFn progress; void progress_cookie; i32 dtype; Stream stream; bool spare_file "
+        "trust_config; u64 max_bytes; bool verify; u64 max_file_bytes; "
+        "RankProgressFn rank_progress; bool deltas; text delta_from"
+    )
 
 
 class ResultInfo(Structure):
     """``fanin_result_info``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("step", c_uint64),
-        ("world_id", c_uint8 * WORLD_ID_SIZE),
-        ("bytes", c_uint64),
-        ("tensors", c_uint64),
-        ("reads", c_uint64),
-        ("restarts", c_uint32),
-        ("stale", c_uint32),
-        ("reused", c_bool),
-        ("path", c_int32),
-        ("path_reason", c_char_p),
-        ("connect_ns", c_uint64),
-        ("catalog_ns", c_uint64),
-        ("plan_ns", c_uint64),
-        ("wait_ns", c_uint64),
-        ("begin_ns", c_uint64),
-        ("read_ns", c_uint64),
-        ("scatter_ns", c_uint64),
-        ("end_ns", c_uint64),
-        ("write_ns", c_uint64),
-        ("total_ns", c_uint64),
-        ("fixed_ns", c_uint64),
-        ("ranks_json", c_char_p),
-        ("map_ns", c_uint64),
-        ("table_ns", c_uint64),
-        ("transport_checksums", c_int32),
-        ("verified", c_bool),
-        ("verify_ns", c_uint64),
-        ("base_step", c_uint64),
-        ("patch_bytes", c_uint64),
-        ("apply_ns", c_uint64),
-        ("whole_because", c_char_p),
-    ]
+    _fields_ = fields(
+        "size struct_size; u64 step; u8 world_id[16]; u64 bytes tensors reads; u32 restarts "
+        "stale; bool reused; i32 path; text path_reason; u64 connect_ns catalog_ns plan_ns "
+        "wait_ns begin_ns read_ns scatter_ns end_ns write_ns total_ns fixed_ns; text ranks_json; "
+        "u64 map_ns table_ns; i32 transport_checksums; bool verified; u64 verify_ns base_step "
+        "patch_bytes apply_ns; text whole_because"
+    )
 
 
 class RankInfo(Structure):
     """``fanin_rank_info``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("rank", c_int32),
-        ("world_size", c_uint32),
-        ("address", c_char_p),
-        ("server_name", c_char_p),
-        ("world_id", c_uint8 * 16),
-        ("incarnation", c_uint8 * 16),
-        ("software", c_char_p),
-        ("ucx_version", c_char_p),
-        ("status", c_int32),
-        ("message", c_char_p),
-        ("silent", c_bool),
-    ]
+    _fields_ = fields(
+        "size struct_size; i32 rank; u32 world_size; text address server_name; u8 world_id[16] "
+        "incarnation[16]; text software ucx_version; i32 status; text message; bool silent"
+    )
 
 
 class PublicationInfo(Structure):
     """``fanin_publication_info``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("name", c_char_p),
-        ("rank", c_uint32),
-        ("state", c_int32),
-        ("step", c_uint64),
-        ("epoch", c_uint64),
-        ("catalog_version", c_uint64),
-        ("tensors", c_uint64),
-        ("bytes", c_uint64),
-        ("key_digest", c_uint8 * 16),
-        ("state_age_ms", c_uint64),
-        ("commit_age_ms", c_uint64),
-        ("taken_back", c_uint64),
-        ("patches", c_uint64),
-        ("patch_bytes", c_uint64),
-    ]
+    _fields_ = fields(
+        "size struct_size; text name; u32 rank; i32 state; u64 step epoch catalog_version "
+        "tensors bytes; u8 key_digest[16]; u64 state_age_ms commit_age_ms taken_back patches "
+        "patch_bytes"
+    )
 
 
 class Owner(Structure):
     """``fanin_owner``"""
 
-    _fields_ = [
-        ("rank", c_uint32),
-        ("offset", c_uint64 * MAX_DIMS),
-        ("extent", c_uint64 * MAX_DIMS),
-        ("bytes", c_uint64),
-        ("region", c_uint32),
-        ("region_offset", c_uint64),
-        ("packed", c_bool),
-    ]
+    _fields_ = fields(
+        "u32 rank; u64 offset[8] extent[8] bytes; u32 region; u64 region_offset; bool packed"
+    )
 
 
 class Entry(Structure):
     """``fanin_entry``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("name", c_char_p),
-        ("dtype", c_int32),
-        ("n_dims", c_uint32),
-        ("shape", c_uint64 * MAX_DIMS),
-        ("bytes", c_uint64),
-        ("owners", POINTER(Owner)),
-        ("n_owners", c_size_t),
-    ]
+    _fields_ = fields(
+        "size struct_size; text name; i32 dtype; u32 n_dims; u64 shape[8] bytes; *Owner owners; "
+        "size n_owners"
+    )
 
 
 class WatchEvent(Structure):
     """``fanin_watch_event``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("step", c_uint64),
-        ("step_newest", c_uint64),
-        ("spread_ns", c_uint64),
-        ("slowest_rank", c_int32),
-    ]
+    _fields_ = fields("size struct_size; u64 step step_newest spread_ns; i32 slowest_rank")
 
 
 class RankState(Structure):
     """``fanin_rank_state``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("rank", c_uint32),
-        ("address", c_char_p),
-        ("state", c_int32),
-        ("step", c_uint64),
-        ("state_age_ms", c_uint64),
-    ]
+    _fields_ = fields("size struct_size; u32 rank; text address; i32 state; u64 step state_age_ms")
 
 
 class Objects(Structure):
     """``fanin_objects``"""
 
-    _fields_ = [
-        ("struct_size", c_size_t),
-        ("list", c_void_p),
-        ("count", c_size_t),
-        ("item", c_void_p),
-        ("read", c_void_p),
-        ("doubtful", c_void_p),
-        ("n_doubtful", c_size_t),
-        ("devices", c_uint64),
-        ("digest", c_uint8 * 16),
-        ("owner", c_void_p),
-        ("how", c_void_p),
-        ("keep", c_void_p),
-        ("kept", c_void_p),
-    ]
+    _fields_ = fields(
+        "size struct_size; void list; size count; void item read doubtful; size n_doubtful; "
+        "u64 devices; u8 digest[16]; void owner how keep kept"
+    )
 
 
 NameFn = CFUNCTYPE(c_bool, c_void_p, c_char_p)
@@ -460,126 +276,95 @@ PublicationFn = CFUNCTYPE(c_bool, c_void_p, POINTER(PublicationInfo))
 EntryFn = CFUNCTYPE(c_bool, c_void_p, c_void_p)
 PairFn = CFUNCTYPE(c_bool, c_void_p, c_char_p, c_char_p)
 WatchFn = CFUNCTYPE(c_bool, c_void_p, POINTER(WatchEvent))
-QuietFn = CFUNCTYPE(c_bool, c_void_p, c_uint64, POINTER(RankState), c_size_t)
+QuietFn = CFUNCTYPE(c_bool, c_void_p, c_uint64, POINTER(RankState), ctypes.c_size_t)
 PingFn = CFUNCTYPE(c_bool, c_void_p, POINTER(RankInfo), c_uint64)
 
-_handle = c_void_p
-_handle_out = POINTER(c_void_p)
-_error = POINTER(Error)
-_status = c_int32
 
-#: Function: (type of the result, types of the arguments).
-PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "fanin_version": (c_char_p, []),
-    "fanin_status_name": (c_char_p, [_status]),
-    "fanin_status_text": (c_char_p, [_status]),
-    "fanin_status_is_retryable": (c_bool, [_status]),
-    "fanin_dtype_name": (c_char_p, [c_int32]),
-    "fanin_dtype_from_name": (c_int32, [c_char_p]),
-    "fanin_dtype_bits": (c_uint32, [c_int32]),
-    "fanin_path_name": (c_char_p, [c_int32]),
-    "fanin_path_from_name": (c_int32, [c_char_p]),
-    "fanin_sweep_adapter_directory": (_status, [c_char_p, POINTER(c_uint64), _error]),
-    "fanin_adapter_name": (c_bool, [c_char_p, c_char_p, c_size_t]),
-    "fanin_log_choice": (_status, [c_char_p, POINTER(c_int32), POINTER(c_int32), _error]),
-    "fanin_log_ring_create": (_status, [c_uint32, c_int32, _handle_out, _error]),
-    "fanin_log_ring_write": (None, [c_void_p, c_int32, c_char_p, c_char_p]),
-    "fanin_log_ring_read": (_status, [_handle, c_uint32, POINTER(LogLine)]),
-    "fanin_log_ring_close": (None, [_handle]),
-    "fanin_log_ring_destroy": (None, [_handle_out]),
-    "fanin_trace_start": (_status, [c_char_p, _error]),
-    "fanin_trace_stop": (_status, [_error]),
-    "fanin_server_config_init": (None, [POINTER(ServerConfig), c_size_t]),
-    "fanin_server_create": (_status, [POINTER(ServerConfig), _handle_out, _error]),
-    "fanin_server_port": (c_uint16, [_handle]),
-    # The tensors are packed into a buffer: its address is passed.
-    "fanin_server_put": (_status, [_handle, c_char_p, c_void_p, c_size_t, c_bool, _error]),
-    "fanin_server_remove": (_status, [_handle, c_char_p, c_char_p, _error]),
-    "fanin_server_set_metadata": (_status, [_handle, c_char_p, POINTER(Pair), c_size_t, _error]),
-    "fanin_server_begin_update": (_status, [_handle, c_char_p, _error]),
-    "fanin_commit_options_init": (None, [POINTER(CommitOptions), c_size_t]),
-    "fanin_server_commit": (_status, [_handle, c_char_p, c_uint64, POINTER(CommitOptions), _error]),
-    "fanin_server_abort_update": (_status, [_handle, c_char_p, _error]),
-    "fanin_server_withdraw": (_status, [_handle, c_char_p, _error]),
-    "fanin_server_pause": (_status, [_handle, c_char_p, c_char_p, _error]),
-    "fanin_server_resume": (_status, [_handle, c_char_p, _error]),
-    "fanin_server_list": (_status, [_handle, c_char_p, NameFn, c_void_p, _error]),
-    "fanin_server_get_stats": (_status, [_handle, POINTER(ServerStats)]),
-    "fanin_server_prometheus": (_status, [_handle, c_char_p, c_size_t, POINTER(c_size_t)]),
-    "fanin_server_destroy": (None, [_handle_out, c_uint32]),
-    "fanin_client_config_init": (None, [POINTER(ClientConfig), c_size_t]),
-    "fanin_client_create": (_status, [POINTER(ClientConfig), _handle_out, _error]),
-    "fanin_client_destroy": (None, [_handle_out]),
-    "fanin_client_cancel": (None, [_handle]),
-    "fanin_client_connect": (_status, [_handle, POINTER(c_char_p), c_size_t, c_uint32, _error]),
-    "fanin_client_disconnect": (None, [_handle]),
-    "fanin_pull_options_init": (None, [POINTER(PullOptions), c_size_t]),
-    "fanin_client_pull": (
-        _status,
-        [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
-    ),
-    "fanin_client_pull_adapter": (
-        _status,
-        [_handle, POINTER(PullOptions), c_char_p, _handle_out, _error],
-    ),
-    "fanin_client_pull_model": (
-        _status,
-        [_handle, POINTER(PullOptions), c_char_p, _handle_out, _error],
-    ),
-    "fanin_client_begin": (
-        _status,
-        [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
-    ),
-    "fanin_destination_create": (_status, [c_void_p, c_size_t, _handle_out, _error]),
-    "fanin_destination_touched": (None, [_handle]),
-    "fanin_destination_free": (None, [_handle_out]),
-    "fanin_client_pull_into": (
-        _status,
-        [_handle, POINTER(PullOptions), _handle, _handle_out, _error],
-    ),
-    "fanin_client_begin_into": (
-        _status,
-        [_handle, POINTER(PullOptions), _handle, _handle_out, _error],
-    ),
-    "fanin_session_read": (_status, [_handle, c_size_t, c_size_t, _error]),
-    "fanin_session_step": (c_uint64, [_handle]),
-    "fanin_session_end": (_status, [_handle_out, _handle_out, _error]),
-    "fanin_session_abandon": (None, [_handle_out]),
-    "fanin_relay_config_init": (None, [POINTER(RelayConfig), c_size_t]),
-    "fanin_relay_create": (
-        _status,
-        [POINTER(RelayConfig), POINTER(c_char_p), c_size_t, _handle_out, _error],
-    ),
-    "fanin_relay_destroy": (None, [_handle_out]),
-    "fanin_relay_cancel": (None, [_handle]),
-    "fanin_relay_pull_into": (
-        _status,
-        [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
-    ),
-    "fanin_relay_release": (None, [_handle]),
-    "fanin_relay_get_stats": (None, [_handle, POINTER(RelayStats)]),
-    "fanin_result_get": (None, [_handle, POINTER(ResultInfo)]),
-    "fanin_result_free": (None, [_handle_out]),
-    "fanin_client_ranks": (_status, [_handle, RankFn, c_void_p, _error]),
-    "fanin_client_list": (_status, [_handle, c_uint32, PublicationFn, c_void_p, _error]),
-    "fanin_client_catalog": (
-        _status,
-        [_handle, c_char_p, c_char_p, c_uint32, EntryFn, c_void_p, _error],
-    ),
-    "fanin_client_metadata": (_status, [_handle, c_char_p, c_uint32, PairFn, c_void_p, _error]),
-    "fanin_client_wait": (_status, [_handle, POINTER(PullOptions), POINTER(c_uint64), _error]),
-    "fanin_client_watch": (_status, [_handle, c_char_p, c_uint32, WatchFn, c_void_p, _error]),
-    "fanin_client_follow": (
-        _status,
-        [_handle, c_char_p, c_uint32, WatchFn, c_uint32, QuietFn, c_void_p, _error],
-    ),
-    "fanin_client_ping": (_status, [_handle, c_uint32, PingFn, c_void_p, _error]),
-}
+def _prototypes(text: str) -> dict[str, tuple[Any, list[Any]]]:
+    lines = [line.split() for line in text.strip().splitlines()]
+    return {name: (_kind(result), [*map(_kind, kinds)]) for name, result, *kinds in lines}
+
+
+#: Function: (type of the result, types of the arguments). Tensors are packed into a buffer, whose
+#: address is passed.
+PROTOTYPES = _prototypes("""
+fanin_version text
+fanin_status_name text status
+fanin_status_text text status
+fanin_status_is_retryable bool status
+fanin_dtype_name text i32
+fanin_dtype_from_name i32 text
+fanin_dtype_bits u32 i32
+fanin_path_name text i32
+fanin_path_from_name i32 text
+fanin_sweep_adapter_directory status text *u64 *Error
+fanin_adapter_name bool text text size
+fanin_log_choice status text *i32 *i32 *Error
+fanin_log_ring_create status u32 i32 *handle *Error
+fanin_log_ring_write none void i32 text text
+fanin_log_ring_read status handle u32 *LogLine
+fanin_log_ring_close none handle
+fanin_log_ring_destroy none *handle
+fanin_trace_start status text *Error
+fanin_trace_stop status *Error
+fanin_server_config_init none *ServerConfig size
+fanin_server_create status *ServerConfig *handle *Error
+fanin_server_port u16 handle
+fanin_server_put status handle text void size bool *Error
+fanin_server_remove status handle text text *Error
+fanin_server_set_metadata status handle text *Pair size *Error
+fanin_server_begin_update status handle text *Error
+fanin_commit_options_init none *CommitOptions size
+fanin_server_commit status handle text u64 *CommitOptions *Error
+fanin_server_abort_update status handle text *Error
+fanin_server_withdraw status handle text *Error
+fanin_server_pause status handle text text *Error
+fanin_server_resume status handle text *Error
+fanin_server_list status handle text NameFn void *Error
+fanin_server_get_stats status handle *ServerStats
+fanin_server_prometheus status handle text size *size
+fanin_server_destroy none *handle u32
+fanin_client_config_init none *ClientConfig size
+fanin_client_create status *ClientConfig *handle *Error
+fanin_client_destroy none *handle
+fanin_client_cancel none handle
+fanin_client_connect status handle *text size u32 *Error
+fanin_client_disconnect none handle
+fanin_pull_options_init none *PullOptions size
+fanin_client_pull status handle *PullOptions void size *handle *Error
+fanin_client_pull_adapter status handle *PullOptions text *handle *Error
+fanin_client_pull_model status handle *PullOptions text *handle *Error
+fanin_client_begin status handle *PullOptions void size *handle *Error
+fanin_destination_create status void size *handle *Error
+fanin_destination_touched none handle
+fanin_destination_free none *handle
+fanin_client_pull_into status handle *PullOptions handle *handle *Error
+fanin_client_begin_into status handle *PullOptions handle *handle *Error
+fanin_session_read status handle size size *Error
+fanin_session_step u64 handle
+fanin_session_end status *handle *handle *Error
+fanin_session_abandon none *handle
+fanin_relay_config_init none *RelayConfig size
+fanin_relay_create status *RelayConfig *text size *handle *Error
+fanin_relay_destroy none *handle
+fanin_relay_cancel none handle
+fanin_relay_pull_into status handle *PullOptions void size *handle *Error
+fanin_relay_release none handle
+fanin_relay_get_stats none handle *RelayStats
+fanin_result_get none handle *ResultInfo
+fanin_result_free none *handle
+fanin_client_ranks status handle RankFn void *Error
+fanin_client_list status handle u32 PublicationFn void *Error
+fanin_client_catalog status handle text text u32 EntryFn void *Error
+fanin_client_metadata status handle text u32 PairFn void *Error
+fanin_client_wait status handle *PullOptions *u64 *Error
+fanin_client_watch status handle text u32 WatchFn void *Error
+fanin_client_follow status handle text u32 WatchFn u32 QuietFn void *Error
+fanin_client_ping status handle u32 PingFn void *Error
+""")
 
 #: Likewise; these call Python's functions, and are called with the GIL.
-WITH_GIL: dict[str, tuple[Any, list[Any]]] = {
-    "fanin_describe_objects": (c_bool, [POINTER(Objects), c_void_p, c_void_p, c_void_p]),
-}
+WITH_GIL = _prototypes("fanin_describe_objects bool *Objects void void void")
 
 
 def apply(library: ctypes.CDLL) -> None:

@@ -28,15 +28,7 @@ _CAPSULE = b"dlpack_exchange_api"
 class _ExchangeApi(ctypes.Structure):
     """``DLPackExchangeAPI``"""
 
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("older", ctypes.c_void_p),
-        ("allocate", ctypes.c_void_p),
-        ("from_object", ctypes.c_void_p),
-        ("to_object", ctypes.c_void_p),
-        ("read", ctypes.c_void_p),
-    ]
+    _fields_ = _ffi.fields("u32 major minor; void older allocate from_object to_object read")
 
 
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(

@@ -204,19 +204,10 @@ def _numpy_view(name: str, value: Any, interface: Mapping[str, Any]) -> _View:
 class _PyBuffer(ctypes.Structure):
     """``Py_buffer``: the only way to the address of a buffer that is read-only or strided."""
 
-    _fields_ = [
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    ]
+    _fields_ = _ffi.fields(
+        "void buf obj; i64 len itemsize; i32 readonly ndim; text format; "
+        "void shape strides suboffsets internal"
+    )
 
 
 _FULL_READ_ONLY = 0x11C  # PyBUF_FULL_RO
