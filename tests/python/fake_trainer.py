@@ -53,6 +53,12 @@ class Entry:
     shape: tuple[int, ...] = (8, 64)
     dtype: str = "F32"
 
+    @property
+    def owners(self) -> list[Any]:
+        """Each rank has all of it."""
+        whole = {"offset": (0,) * len(self.shape), "extent": self.shape}
+        return [SimpleNamespace(rank=rank, **whole) for rank in (0, 1)]
+
 
 @dataclass
 class Run:
@@ -68,7 +74,7 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.world = WORLD
-        self.incarnation = "a"
+        self.incarnation, self.replica = "a", ""  # of rank 0, and of rank 1 if there is one
         self.alive = True
         self.runs = {"0": Run()}
         self.changed = threading.Condition(threading.RLock())
@@ -153,16 +159,11 @@ class FakeClient:
         return self.trainer.runs[run]
 
     def ranks(self) -> list[Any]:
+        here, trainer = {"world_id": self.trainer.world, "connected": True}, self.trainer
+        lives = enumerate(filter(None, (trainer.incarnation, trainer.replica)))
         return [
-            SimpleNamespace(
-                rank=None, world_id="", incarnation="", connected=self.trainer.all_ranks
-            ),
-            SimpleNamespace(
-                rank=0,
-                world_id=self.trainer.world,
-                incarnation=self.trainer.incarnation,
-                connected=True,
-            ),
+            SimpleNamespace(rank=None, world_id="", incarnation="", connected=trainer.all_ranks),
+            *(SimpleNamespace(rank=rank, incarnation=life, **here) for rank, life in lives),
         ]
 
     def publications(self, timeout: float) -> list[Any]:

@@ -47,15 +47,15 @@ def test_a_path_is_chosen_once(tmp_path: Path) -> None:
 
 def test_a_directory_of_ranks_that_were_started_again_is_left(tmp_path: Path) -> None:
     places, there = Places(tmp_path), {"0": "a", "1": "b"}
-    path = places.choose(WORLD, "0", "policy", 7, there)
+    seven = (WORLD, "0", "policy", 7)
+    path = places.choose(*seven, lambda _: True)
     path.mkdir(parents=True)
-    assert places.choose(WORLD, "0", "policy", 7, there) == path  # it does not say
+    assert places.choose(*seven, lambda _: True) == path  # it does not say
     (path / "fanin.json").write_text(json.dumps({"incarnations": there}))
-    for same in ({}, there, {"1": "b"}, there | {"2": "c"}):
-        assert places.choose(WORLD, "0", "policy", 7, same) == path
-    other = places.choose(WORLD, "0", "policy", 7, {"1": "c"})
+    assert places.choose(*seven, lambda then: then != there) == path
+    other = places.choose(*seven, lambda then: then == there)
     assert other == path.with_name("policy-step7-2")
-    assert Places(tmp_path).choose(WORLD, "0", "policy", 7, {"1": "c"}) == other
+    assert Places(tmp_path).choose(*seven, lambda then: then == there) == other
 
 
 @pytest.mark.parametrize("label", ["../../x", "a/b", "..", ".", "ä" * 300, "x" * 300, "a b"])

@@ -218,7 +218,7 @@ async def test_an_adapter_that_leaves_while_its_world_is_asked(
     old = await loaded(unwatched)
     loop, gone = asyncio.get_running_loop(), threading.Event()
 
-    def world_now(source: Source, timeout: float) -> str:
+    def world_now(source: Source, timeout: float, _: Adapter) -> str:
         loop.call_soon_threadsafe(
             lambda: (unwatched.keeper.retire(old, "it was unloaded", "unloaded"), gone.set())
         )

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import fanin
 import local_world
 import numpy as np
 import pytest
+from fanin.engine.clients import is_outlived
+from fanin.engine.directories import incarnations_in
 from fanin.errors import FaninError
 from local_world import A_NAME, B_NAME, PATIENCE
 from safetensors.numpy import load_file
@@ -58,8 +61,11 @@ class Trainer:
     def pull(self, directory: Path) -> bool:
         """As a program that is started for it; whether it found the step there."""
         with local_world.client_of(self.ranks) as client:
+            then, end = incarnations_in(directory), time.monotonic() + PATIENCE
+            outlived = then is None or is_outlived(client, self.run, then, end)
             call = client.pull_adapter if self.run.startswith("lora") else client.pull_model
             result = call(self.run, directory, timeout=PATIENCE)
+        assert result.reused is not outlived  # the engines judge as the library does
         assert sorted(one for one in os.listdir(directory.parent) if one[0] == ".") == []
         return bool(result.reused)
 

@@ -488,6 +488,19 @@ async def test_asked_again_after_a_restart_of_the_same_world(bench: Bench) -> No
     assert await bench.state.pulls.fetch(bench.wanted(35)) is new
 
 
+async def test_asked_again_after_a_replica_was_started_again(bench: Bench) -> None:
+    """The others hold all of the step, and have done so since it was pulled."""
+    bench.trainer.replica = "x"
+    old = await bench.fetch(35)
+    bench.trainer.replica = "y"
+    bench.trainer.restart(WORLD, 35)
+    assert await bench.state.pulls.fetch(bench.wanted(35)) is old
+    assert [step for _, step, _ in bench.trainer.pulls] == [35]
+    bench.trainer.incarnation = "b"
+    bench.trainer.restart(WORLD, 35)
+    assert await bench.state.pulls.fetch(bench.wanted(35)) is not old
+
+
 async def test_without_an_engine_nothing_is_deleted(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

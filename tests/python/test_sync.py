@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fanin
 import fanin.fleet.registry as registry_module
 import pytest
 from fanin._http import FAILURES, ask_json
@@ -39,6 +40,7 @@ from fleet import (
     failure,
     registry_of,
 )
+from http_engine import Request
 from local_world import until
 
 WAY = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
@@ -791,6 +793,63 @@ def test_the_same_step_of_another_launch_is_not_the_same(
     assert engine.count("/update_weights") == 2
 
 
+class Replicas(WholeTrainer):
+    """Each rank has all of it."""
+
+    def rows(self, rank: int, name: str) -> fanin.Shard:
+        return fanin.shard_of(name, self.weights[rank])
+
+    def restart(self, rank: int) -> None:
+        self.servers[rank].close()
+        self.servers[rank] = fanin.Server(
+            world_id=self.world, rank=rank, world_size=2, name="job", use_ucx=False
+        )
+        self.put(self.servers[rank], {})
+        self.servers[rank].commit(self.publication, 1)
+
+
+def test_a_replica_that_is_started_again_changes_nothing(stack: ExitStack, tmp_path: Path) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine, trainer=tmp_path)
+    with Replicas() as trainer:
+
+        def is_there() -> bool:
+            write_info(tmp_path, trainer.info)
+            return registry.sync(1).results[engine.url].skipped
+
+        trainer.commit(1)
+        assert not is_there() and is_there()
+        trainer.restart(1)
+        assert is_there()
+        trainer.restart(0)  # now nobody is there who had the step then
+        assert not is_there()
+        trainer.restart(0)
+        assert is_there()
+
+
+def test_ranks_that_are_started_again_amid_a_sync(
+    stack: ExitStack, trainer: WholeTrainer, tmp_path: Path
+) -> None:
+    """After the registry has asked them, and before the engine pulls from them."""
+    (engine,) = fleet(stack, 1)
+    write_info(tmp_path, trainer.info)
+    registry = registry_of(engine, trainer=tmp_path)
+    trainer.commit(1)
+
+    def restart(_: Request) -> None:
+        del engine.hooks["/pause"]
+        trainer.__exit__()
+        second = stack.enter_context(WholeTrainer())
+        second.commit(1)
+        write_info(tmp_path, second.info)
+
+    engine.hooks["/pause"] = restart
+    assert registry.sync(1).ok
+    assert not registry.sync(1).results[engine.url].skipped
+    assert registry.sync(1).results[engine.url].skipped
+    assert engine.count("/update_weights") == 2
+
+
 def test_a_step_that_has_passed(stack: ExitStack, trainer: WholeTrainer) -> None:
     (engine,) = fleet(stack, 1)
     registry = registry_of(engine, trainer=trainer.info)
@@ -855,7 +914,7 @@ def test_what_is_said_of_a_trainer_that_is_not_ready(
 def test_a_trainer_that_is_ready() -> None:
     ready = Ranks((0, "stable", 2), (1, "writing", 2))
     for step in (2, None):
-        assert look(ready, "full:0", 2, step, 1.0) == (2, "ab", {"0": "cd"})
+        assert look(ready, "full:0", 2, step, 1.0) == (2, "ab", {"0": "cd"}, ())
     with pytest.raises(SupersededError, match="rank 0 is at 2"):
         look(ready, "full:0", 2, 1, 1.0)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fanin._cover import uncovered
 from fanin._options import Credentials
 from fanin.errors import (
     CancelledError,
@@ -33,7 +34,6 @@ MAX_CLIENTS = 8
 """Connected clients of one trainer at a time, busy and idle ones; and idle ones of all trainers."""
 
 _CONNECT = 5.0
-_ROLL_CALL = 1.0
 _NO_CREDENTIALS = Credentials()
 
 Factory: TypeAlias = Callable[..., Any]
@@ -116,9 +116,25 @@ def incarnations_of(client: Any) -> dict[str, str]:
     }
 
 
-def started_again(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether a rank was started again: it may have other bytes of the same step."""
-    return any(then.get(rank, incarnation) != incarnation for rank, incarnation in now.items())
+def is_outlived(client: Any, run: str, then: Mapping[str, str], deadline: float) -> bool:
+    """Whether the bytes of a step may be others than when the ranks were those of *then*.
+
+    A rank that was started again may have other bytes of the same step. As the C library judges
+    directories, that does not matter if the ranks that are still the same hold all of the run.
+    Asks *client*'s ranks only if one is another; if they do not say, the bytes may be others.
+    """
+    now = incarnations_of(client)
+    same = {int(rank) for rank, incarnation in now.items() if then.get(rank) == incarnation}
+    if not same or len(same) == len(now):
+        return len(same) < len(now)
+    try:
+        entries = client.catalog(run, timeout=remaining(deadline))
+    except FaninError:
+        return True
+    return any(
+        uncovered(entry.shape, ((o.offset, o.extent) for o in entry.owners if o.rank in same))
+        for entry in entries
+    )
 
 
 class ClientPool:
@@ -147,7 +163,6 @@ class ClientPool:
         self._busy: dict[Any, Any] = {}  # client: key
         self._making: list[Any] = []  # their keys
         self._worlds: dict[Any, str] = {}
-        self._incarnations: dict[Any, dict[str, str]] = {}  # by trainer, as _worlds
         self._closed = False
 
     def connect(self, target: Target, world: str | None, deadline: float) -> Any:
@@ -189,34 +204,21 @@ class ClientPool:
 
         Blocks for connecting, until *deadline*. Raises as :class:`fanin.Client`.
         """
-        client = self.connect(target, None, deadline)
-        try:
-            return self._world_of(client, target)
-        finally:
-            client.close()
+        with self.meet(target, deadline) as (_, world):
+            return world
 
-    def survey(self, target: Target, deadline: float) -> tuple[str, bool]:
-        """As :meth:`discover`, and whether all ranks are there."""
-        client = self.connect(target, None, deadline)
-        try:
-            client.publications(timeout=min(_ROLL_CALL, remaining(deadline)))
-            return self._world_of(client, target), all(one.connected for one in client.ranks())
-        finally:
-            client.close()
-
-    def _world_of(self, client: Any, target: Target) -> str:
-        worlds = [info.world_id for info in client.ranks() if info.rank is not None]
-        if not worlds:
-            raise PeerError.make("no rank said which world it is of", "look at the trainer's log")
-        with self._changed:
-            self._worlds[self.key_of(target)] = worlds[0]
-            self._incarnations[self.key_of(target)] = incarnations_of(client)
-        return str(worlds[0])
-
-    def incarnations_at(self, target: Target) -> dict[str, str]:
-        """Of the ranks that :meth:`discover` met there last. Does not block."""
-        with self._changed:
-            return self._incarnations.get(self.key_of(target), {})
+    @contextlib.contextmanager
+    def meet(self, target: Target, deadline: float) -> Iterator[tuple[Any, str]]:
+        """As :meth:`discover`, with a client of that world for the block."""
+        with contextlib.closing(self.connect(target, None, deadline)) as client:
+            worlds = [str(info.world_id) for info in client.ranks() if info.rank is not None]
+            if not worlds:
+                raise PeerError.make(
+                    "no rank said which world it is of", "look at the trainer's log"
+                )
+            with self._changed:
+                self._worlds[self.key_of(target)] = worlds[0]
+            yield client, worlds[0]
 
     def world_of(self, target: Target, deadline: float) -> str:
         """The world that *target* names or that was last seen there; else :meth:`discover`."""
@@ -229,7 +231,6 @@ class ClientPool:
         gone = self.key_of(target)
         with self._changed:
             self._worlds.pop(gone, None)
-            self._incarnations.pop(gone, None)
             old = [client for key, client in self._idle if key[:2] == gone]
             self._idle = [pair for pair in self._idle if pair[0][:2] != gone]
             self._changed.notify_all()

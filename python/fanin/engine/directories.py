@@ -21,11 +21,10 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fanin.config import default_cache_dir
-from fanin.engine.clients import started_again
 from fanin.errors import FaninError, HostError, PullTimeoutError
 
 _USE = ".fanin-use"
@@ -34,13 +33,13 @@ _DEAD = ".fanin-dead"
 _undeleted: deque[Path] = deque()  # given up by this process, and there still
 
 
-def is_outlived(path: Path, now: Mapping[str, str]) -> bool:
-    """Whether the directory at *path* is of a rank that was started again since."""
+def incarnations_in(path: Path) -> dict[str, str] | None:
+    """Of the ranks that had the step of the directory at *path*; None: it does not say."""
     try:
         then = json.loads((path / "fanin.json").read_bytes())["incarnations"]
-        return started_again(then, now)
+        return {str(rank): str(incarnation) for rank, incarnation in then.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False  # the pull looks at it
+        return None  # the pull looks at it
 
 
 def _use_file(path: Path) -> Path:
@@ -152,21 +151,27 @@ class Places:
         self._used: dict[Path, int] = {}
 
     def choose(
-        self, world: str, run: str, label: str, step: int, now: Mapping[str, str] | None = None
+        self,
+        world: str,
+        run: str,
+        label: str,
+        step: int,
+        is_outlived: Callable[[Mapping[str, str]], bool] = lambda _: False,
     ) -> Path:
         """Where the adapter of this identity goes: a path that this process has not used yet.
 
         An engine's prefix cache knows adapters by their paths, so a step that is pulled again
-        after it was retired goes to ``...-2``, ``...-3``. So does a step of ranks of which one was
-        started again: another engine may still read the directory that is there. *now*: see
-        :func:`fanin.engine.clients.incarnations_of`. Does not block.
+        after it was retired goes to ``...-2``, ``...-3``. So does a step that is not that of the
+        directory that is there, as *is_outlived* says of its ranks' incarnations: another engine
+        may still read it. Blocks as *is_outlived* does.
         """
         base = self.root / world / _folder(run) / f"{_folder(label)}-step{step}"
         while True:
             with self._lock:
                 times = self._used.get(base, 0)
             path = base if times == 0 else base.with_name(f"{base.name}-{times + 1}")
-            if not now or not is_outlived(path, now):
+            then = incarnations_in(path)
+            if then is None or not is_outlived(then):
                 return path
             self.spend(path, world, run, label, step)
 

@@ -27,8 +27,8 @@ from fanin.engine.clients import (
     Source,
     Target,
     incarnations_of,
+    is_outlived,
     remaining,
-    started_again,
 )
 from fanin.engine.directories import Lease, Places
 from fanin.engine.faults import refused_as_too_large
@@ -52,6 +52,7 @@ _WORLD = "FANIN_ERR_WORLD"
 _CLOSED = "FANIN_ERR_CLOSED"
 _TRIES = 5
 _LAST_LOOK = 0.5
+_ROLL_CALL = 1.0
 _LAYOUTS = 64  # of adapters that fit, remembered
 _LABEL = "lora"
 # Of a pull one after the other; "scatter" is a part of "read", by several threads at once.
@@ -219,6 +220,7 @@ class Adapter:
         requests: vLLM's requests that name the path.
         pins: callers that were given it and have made no request of it yet.
         suspended: its name was taken away until its trainer's fate is known.
+        outlived: its trainer's ranks were started again, and may have other bytes of its step.
         incarnations: of the ranks, by one life of their processes each.
     """
 
@@ -245,6 +247,7 @@ class Adapter:
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
     suspended: bool = False
+    outlived: bool = False
     landing: str = "directory"
     landing_why: str = ""
     incarnations: Mapping[str, str] = field(default_factory=dict)
@@ -287,26 +290,23 @@ class PullService:
         self._lock = threading.Lock()
         self._facts: dict[tuple[str, str], tuple[str, AdapterFacts, str]] = {}
         self._met: dict[str, tuple[str, tuple[str, ...]]] = {}
-        self._ranks: dict[str, dict[str, str]] = {}  # their incarnations, by source
         self._warned: set[tuple[str, str]] = set()
 
-    def world_now(self, source: Source, timeout: float) -> str:
-        """The world that answers at *source* now. Blocks for connecting, at most *timeout*."""
+    def world_now(self, source: Source, timeout: float, adapter: Adapter | None = None) -> str:
+        """The world that answers at *source* now. Blocks for connecting, at most *timeout*.
+
+        adapter: one that is here: notes whether that world has other bytes of its step by now.
+        """
         deadline = time.monotonic() + timeout
         target = source.resolve()
-        world = self.pool.discover(target, deadline)
-        self._note_world(source, target, world)
-        with self._lock:
-            self._ranks[source.text] = self.pool.incarnations_at(target)
+        with self.pool.meet(target, deadline) as (client, world):
+            self._note_world(source, target, world)
+            if adapter is not None and adapter.world == world and not adapter.outlived:
+                then = adapter.incarnations
+                adapter.outlived = is_outlived(client, adapter.run, then, deadline)
         if target.world_id is not None and target.world_id != world:
             raise self._stale_file(source, target, world)
         return world
-
-    def is_outlived(self, adapter: Adapter, source: Source) -> bool:
-        """Whether :meth:`world_now` has met a rank at *source* that was started again since the
-        adapter was pulled. Does not block."""
-        with self._lock:
-            return started_again(adapter.incarnations, self._ranks.get(source.text, {}))
 
     def last_met(self, source: Source) -> tuple[str, tuple[str, ...]] | None:
         """The world last met at *source*, and its addresses; None: none yet. Does not block."""
@@ -360,7 +360,9 @@ class PullService:
         if target.world_id not in (None, world):
             return target.world_id  # the file tells of it, whether it has come up or not
         try:
-            now, whole = self.pool.survey(target, time.monotonic() + timeout)
+            with self.pool.meet(target, time.monotonic() + timeout) as (client, now):
+                client.publications(timeout=min(_ROLL_CALL, timeout))
+                whole = all(one.connected for one in client.ranks())
         except FaninError as error:
             if error.name != _WORLD:
                 raise
@@ -569,8 +571,10 @@ class PullService:
         checks.check_alpha(wanted.lora_alpha, facts)
         is_3d = checks.check_adapter(facts, self._limits(), wanted.run)
         self._check_places(facts, is_3d, digest, wanted.run, deadline)
+        path = self.places.choose(
+            world, *wanted.place, lambda then: is_outlived(client, wanted.run, then, deadline)
+        )
         ranks = incarnations_of(client)
-        path = self.places.choose(world, *wanted.place, ranks)
         return Plan(target, world, path, facts, is_3d, digest, version, ranks)
 
     def _read_facts(

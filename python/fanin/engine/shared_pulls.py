@@ -193,8 +193,7 @@ class SharedPulls:
         if adapter.content == wanted.content or not self._was_at(adapter, wanted.source):
             world = await self._present_world(wanted, adapter)
             self._meet(wanted.source)
-            here = self._keeper.get(wanted.name) is adapter
-            here = here and not self._service.is_outlived(adapter, wanted.source)
+            here = self._keeper.get(wanted.name) is adapter and not adapter.outlived
             if here and world == adapter.world and adapter.content == wanted.content:
                 check_alpha(wanted.lora_alpha, adapter.facts)
                 return adapter
@@ -207,7 +206,7 @@ class SharedPulls:
         """The trainer's world; if nobody answers, that of the adapter, which is here and was
         there."""
         try:
-            return await in_thread(lambda: self._service.world_now(wanted.source, _GRACE))
+            return await in_thread(lambda: self._service.world_now(wanted.source, _GRACE, adapter))
         except FaninError as error:
             if not self._was_at(adapter, wanted.source):
                 raise

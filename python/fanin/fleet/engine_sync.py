@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fanin import check
 from fanin._otel import span
-from fanin.engine.clients import started_again
 from fanin.errors import (
     FaninError,
     HostError,
@@ -129,6 +128,7 @@ class Plan:
     deadline: float  # of time.monotonic()
     again: bool  # also update engines that have the step
     incarnations: Mapping[str, str] = field(default_factory=dict)  # of the ranks that have the step
+    outlived: Sequence[Mapping[str, str]] = ()  # those whose step may have had other bytes
     held: str = ""  # world of the weights, as the first engine that has them says
     draft_run: str | None = None  # of the engines' draft models; None: they stay
     trained: Mapping[str, Trained] = field(default_factory=dict)  # by run, of those with digests
@@ -276,7 +276,7 @@ class EngineSync:
         known = (record.step, record.run, record.world, record.version)
         wanted = (plan.step, plan.info.run, plan.world, plan.version)
         whole = not record.dirty and not record.open and bool(plan.world)
-        whole = whole and not started_again(record.incarnations, plan.incarnations)
+        whole = whole and record.incarnations not in plan.outlived
         if not whole or known != wanted or self.seen != plan.version:
             return False
         # Another service, of another trainer, calls its weights the same.

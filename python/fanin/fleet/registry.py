@@ -550,7 +550,7 @@ class Registry:
         try:
             self._take(records, caller, deadline)
             with span("fanin.sync", run=run, step=step, engines=len(records)) as told:
-                plan = self._plan(run, step, version, options, deadline, again)
+                plan = self._plan(records, run, step, version, options, deadline, again)
                 told.set(step=plan.step)
                 result = self._run(records, plan, started, skip_dead)
                 told.set(bytes=result.bytes)
@@ -560,6 +560,7 @@ class Registry:
 
     def _plan(
         self,
+        records: Sequence[Record],
         run: str,
         step: int | None,
         version: str | None,
@@ -568,8 +569,14 @@ class Registry:
         again: bool,
     ) -> Plan:
         world, incarnations = "", dict[str, str]()
+        outlived: list[Mapping[str, str]] = []
+        before: list[Mapping[str, str]] = []
+        for record in records:
+            if record.incarnations and record.incarnations not in before:
+                before.append(record.incarnations)
         if self.ask_trainer:
-            step, world, incarnations = self._step_of(run, step, deadline)
+            step, world, incarnations, found = self._step_of(run, step, deadline, before)
+            outlived += found
         elif step is None:
             raise RequestError.make(
                 "which step is the newest is not known", "give step, or ask_trainer=True"
@@ -577,7 +584,7 @@ class Registry:
         draft = self._init.get("draft_run")
         drafts = [] if draft is None else [check_run(str(draft).removeprefix("full:"))]
         for other in drafts if self.ask_trainer else ():
-            self._step_of(other, step, deadline)
+            outlived += self._step_of(other, step, deadline, before).outlived
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
         info = InitInfo(self._said, run, pull, self.server_name, self._init)
@@ -592,6 +599,7 @@ class Registry:
             deadline,
             again,
             incarnations=incarnations,
+            outlived=outlived,
             draft_run=draft,
             trained=trained,
         )
@@ -616,9 +624,11 @@ class Registry:
 
         return {run: Trained(partial(ask, run)) for run in runs}
 
-    def _step_of(self, run: str, step: int | None, deadline: float) -> Committed:
-        left, more = deadline - time.monotonic(), self._client
-        return committed(self._trainer, run, step, left, self.server_name, None, dict(more))
+    def _step_of(
+        self, run: str, step: int | None, deadline: float, before: Sequence[Mapping[str, str]]
+    ) -> Committed:
+        left, more = deadline - time.monotonic(), dict(self._client)
+        return committed(self._trainer, run, step, left, self.server_name, None, more, before)
 
     def _choose(
         self, group: str | Iterable[str] | None, urls: Iterable[str] | None

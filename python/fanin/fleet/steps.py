@@ -15,7 +15,7 @@ from fanin._quantization import LISTS, is_fit
 from fanin._records import PublicationInfo
 from fanin._served import tells_digests
 from fanin.client import Client
-from fanin.engine.clients import incarnations_of
+from fanin.engine.clients import incarnations_of, is_outlived
 from fanin.engine.trainers import Published
 from fanin.errors import (
     CancelledError,
@@ -46,7 +46,8 @@ class Committed(NamedTuple):
 
     step: int
     world: str  # 32 hex digits
-    incarnations: dict[str, str]  # of the ranks: one that is started again may have other bytes
+    incarnations: dict[str, str]  # of the ranks
+    outlived: Sequence[Mapping[str, str]] = ()  # of before, whose step may have had other bytes
 
 
 def newest_step(
@@ -147,12 +148,19 @@ def committed(
     server_name: str | None,
     stop: threading.Event | None,
     more: dict[str, Any],
+    before: Sequence[Mapping[str, str]] = (),
 ) -> Committed:
-    """As :func:`wait_for_step`, and of which processes the step is."""
+    """As :func:`wait_for_step`, and of which processes the step is. before: incarnations of ranks
+    from which it was read already."""
     publication = "full:" + check_run(run)
 
     def judge(asked: Any, size: int, timeout: float) -> Committed | FaninError:
-        return look(asked, publication, size, step, timeout)
+        found = look(asked, publication, size, step, timeout)
+        if isinstance(found, FaninError):
+            return found
+        end = time.monotonic() + timeout
+        outlived = [one for one in before if is_outlived(asked, publication, one, end)]
+        return found._replace(outlived=outlived)
 
     return _ask(trainer, publication, judge, timeout, server_name, stop, more)
 

@@ -33,8 +33,8 @@ from fanin._records import PullResult
 from fanin.client import Client
 from fanin.config import default_cache_dir
 from fanin.engine.checks import AdapterFacts, Refuse, check_plain, read_facts, refusing
-from fanin.engine.clients import incarnations_of, remaining
-from fanin.engine.directories import Lease, Places, is_outlived
+from fanin.engine.clients import is_outlived, remaining
+from fanin.engine.directories import Lease, Places, incarnations_in
 from fanin.engine.faults import refused_as_too_large
 from fanin.errors import (
     ConnectionFailedError,
@@ -264,8 +264,10 @@ class SGLangEngine:
                 client.metadata(name.run, timeout=remaining(deadline)),
             )
             check_adapter(facts, name.run)
-            ranks = incarnations_of(client)
-            path = self._places.choose(world, name.run, name.prefix, name.step, ranks)
+            path = self._places.choose(
+                *(world, name.run, name.prefix, name.step),
+                lambda then: is_outlived(client, name.run, then, deadline),
+            )
             lease = self._places.lease(path, deadline)
             try:
                 pulled = client.pull_adapter(
@@ -299,7 +301,8 @@ class SGLangEngine:
             with self._client(info, None) as client:
                 client.connect(info.addresses, timeout=min(_LOOK, remaining(deadline)))
                 same = _world_of(client) == known.pull.world_id
-                return same and not is_outlived(known.directory, incarnations_of(client))
+                then = incarnations_in(known.directory) or {}
+                return same and not is_outlived(client, known.run, then, deadline)
         except FaninError as error:
             _log.info("%s is here already: %s", known.name, error)
             return error.name != "FANIN_ERR_WORLD"  # several launches: the pull says more
