@@ -211,10 +211,9 @@ def test_what_the_loader_writes_beside_is_the_loaders() -> None:
 class Launch:
     """One launch of a trainer, which publishes one step of one value."""
 
-    def __init__(self, value: float, port: int = 0) -> None:
-        world = os.urandom(16)
-        self.world = world.hex()
-        self.server = fanin.Server(world_id=world, rank=0, world_size=1, base_port=port)
+    def __init__(self, value: float, port: int = 0, world: str = "") -> None:
+        self.world = world or os.urandom(16).hex()
+        self.server = fanin.Server(world_id=self.world, rank=0, world_size=1, base_port=port)
         self.server.put("full:0", [fanin.shard_of("w", torch.full((4,), value))])
         self.server.commit("full:0", 7)
         self.address = f"127.0.0.1:{self.server.port}"
@@ -277,20 +276,24 @@ def test_what_was_read_ahead_is_installed_while_the_trainer_goes_on(launch: Laun
     assert may_be_installed(ahead)
 
 
-@pytest.mark.parametrize("how", ["same port", "told by the file", "beside the old", "not there"])
+@pytest.mark.parametrize(
+    "how", ["same port", "same world", "told by the file", "beside the old", "not there"]
+)
 def test_what_was_read_ahead_of_a_launch_that_has_ended_is_not_installed(
     launch: Launch, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The new launch has a step of that number, too, and other weights in it."""
+    """The new launch has a step of that number, too, and other weights in it. So may a rank that
+    was started again with the launch's id."""
     launch.tell(tmp_path)
-    by_address = how in ("same port", "not there")
+    by_address = how in ("same port", "same world", "not there")
     ahead = read_ahead(launch.address if by_address else str(tmp_path), OneTensor())
     if how != "beside the old":
         launch.server.close()
     if how == "not there":
         assert not may_be_installed(ahead)
         return
-    other = Launch(2.0, launch.server.port if how == "same port" else 0)
+    port = launch.server.port if by_address else 0
+    other = Launch(2.0, port, launch.world if how == "same world" else "")
     other.tell(tmp_path)
     try:
         assert not may_be_installed(ahead)

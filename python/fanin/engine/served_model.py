@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from fanin.engine.clients import incarnations_of, is_outlived
 from fanin.engine.landing import Landing, Progress, Summary, note_delta
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.engine.updates import Updates
@@ -65,6 +66,7 @@ class Prefetch:
         self._shadow, self._trainer, self._published = shadow, trainer, published
         #: Where the trainer was; before it is asked, so that what changes meanwhile is noticed.
         self._target: Any = None
+        self._incarnations: dict[str, str] = {}
         self._result: Any = None
         self._error: Exception | None = None
         self._progress = Progress(step, shadow.bytes)
@@ -82,6 +84,7 @@ class Prefetch:
                     "other names, types, shapes or another configuration are published than before",
                     "update without it",
                 )
+            self._incarnations = incarnations_of(self._trainer.client)
             with self._on_stream():
                 self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)
         except Exception as error:
@@ -112,8 +115,8 @@ class Prefetch:
             )
         if self._error is None and not self._is_of_now(deadline):
             _log.warning(
-                "fanin: step %d was read ahead from launch %s of the trainer, which is not there"
-                " now; it is pulled again",
+                "fanin: step %d was read ahead from launch %s of the trainer, whose ranks are not"
+                " there now; it is pulled again",
                 self.step,
                 self._result.world_id,
             )
@@ -132,6 +135,9 @@ class Prefetch:
                 return False
             trainer.client.publications(min(_ASK, left(deadline)))
             worlds = {one.world_id for one in trainer.client.ranks() if one.connected}
+            until = min(time.monotonic() + _ASK, deadline)
+            if is_outlived(trainer.client, trainer.run, self._incarnations, until):
+                return False
         except FaninError as error:
             _log.info("fanin: the trainer does not say which launch it is: %s", error)
             return False
