@@ -290,5 +290,6 @@ fanin_status gpu_patch_apply(gpu_stream *stream, const patch_apply_parameters *p
     if (status != FANIN_OK)
         return status;
     return kernel_launch(stream, &g->slots[stream->device].patch[PATCH_APPLY], "patch",
-                         p->count, PATCH_KERNEL_THREADS, &parameters, error);
+                         (p->count + PATCH_KERNEL_WARPS - 1) / PATCH_KERNEL_WARPS,
+                         PATCH_KERNEL_THREADS, &parameters, error);
 }

@@ -254,28 +254,47 @@ static __device__ void land(const patch_landing &l, uint64_t at, uint16_t word)
     }
 }
 
-/* A block takes a run at a time: what it reads of host memory it reads once, and in rows. */
+/** Words of a row that a warp has in shared memory, and vectors that they may touch. */
+#define TILE 512
+#define TILE_VECTORS (2 * TILE / sizeof(uint4) + 1)
+
+/* @p n words of host memory from @p from on, by way of @p room, where they are returned: by
+   vectors, as single words fill half of what the link can carry at a time. */
+static __device__ const uint16_t *fetch_row(const uint16_t *from, uint32_t n,
+                                            uint4 *room, uint32_t lane)
+{
+    const uint32_t before = reinterpret_cast<uint64_t>(from) % sizeof(uint4) / 2;
+    const uint4 *first = reinterpret_cast<const uint4 *>(from - before);
+#pragma unroll 3
+    for (uint32_t i = lane; i * sizeof(uint4) < 2 * (before + n); i += LANES)
+        room[i] = __ldcs(first + i);
+    return reinterpret_cast<const uint16_t *>(room) + before;
+}
+
+static __device__ void apply_run(const patch_run &run, const patch_landing *landings,
+                                 uint4 (*room)[TILE_VECTORS], uint32_t lane)
+{
+    const uint16_t *changes = reinterpret_cast<const uint16_t *>(run.changes);
+    for (uint32_t base = 0; base < run.count; base += TILE) {
+        const uint32_t n = run.count - base < TILE ? run.count - base : TILE;
+        const uint16_t *places = fetch_row(changes + base, n, room[0], lane);
+        const uint16_t *words = fetch_row(changes + run.count + base, n, room[1], lane);
+        __syncwarp();
+        for (uint32_t i = lane; i < n; i += LANES)
+            for (uint32_t j = 0; j < run.n; j++)
+                land(landings[run.first + j], run.start + 2 * places[i], words[i]);
+        __syncwarp(); /* the next come into the same room */
+    }
+}
+
+/* A warp takes a run at a time: what it reads of host memory it reads once, and in rows. */
 extern "C" __global__ void __launch_bounds__(PATCH_KERNEL_THREADS)
     fanin_patch_apply(const patch_apply_parameters p)
 {
-    for (uint64_t k = blockIdx.x; k < p.count; k += gridDim.x) {
-        const patch_run run = p.runs[k];
-        const uint16_t *places = reinterpret_cast<const uint16_t *>(run.changes),
-                       *words = places + run.count;
-        for (uint32_t base = threadIdx.x; base < run.count;
-             base += DEPTH * PATCH_KERNEL_THREADS) {
-            uint32_t place[DEPTH];
-            uint16_t word[DEPTH];
-#pragma unroll
-            for (uint32_t i = 0; i < DEPTH; i++) {
-                const uint32_t at = base + i * PATCH_KERNEL_THREADS;
-                place[i] = at < run.count ? __ldcs(places + at) : PATCH_KERNEL_SEGMENT;
-                word[i] = at < run.count ? __ldcs(words + at) : 0;
-            }
-#pragma unroll
-            for (uint32_t i = 0; i < DEPTH; i++)
-                for (uint32_t j = 0; place[i] < PATCH_KERNEL_SEGMENT && j < run.n; j++)
-                    land(p.landings[run.first + j], run.start + 2 * place[i], word[i]);
-        }
-    }
+    __shared__ uint4 rooms[PATCH_KERNEL_WARPS][2][TILE_VECTORS];
+    const uint32_t lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const uint64_t warps = static_cast<uint64_t>(gridDim.x) * PATCH_KERNEL_WARPS;
+    uint64_t k = static_cast<uint64_t>(blockIdx.x) * PATCH_KERNEL_WARPS + warp;
+    for (; k < p.count; k += warps)
+        apply_run(p.runs[k], p.landings, rooms[warp], lane);
 }

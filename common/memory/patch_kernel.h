@@ -78,8 +78,10 @@ typedef struct patch_landing {
 
 /** The changes of one segment. */
 typedef struct patch_run {
-    const uint8_t *changes; /**< places, then words; pinned host memory, aligned to 2 */
-    uint64_t start;         /**< of the segment in the copy */
+    /** places, then words; pinned host memory, aligned to 2. They are read by vectors of 16 bytes,
+        with what lies beside them in the first and last one */
+    const uint8_t *changes;
+    uint64_t start; /**< of the segment in the copy */
     uint32_t count;
     uint32_t first, n; /**< landings that may reach into the segment */
 } patch_run;
