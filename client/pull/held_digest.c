@@ -6,9 +6,9 @@
 
 /** What one kernel is told, and its results: pinned. */
 #define LIST_BYTES ((size_t)1 << 20)
-/** Digests and rows have half of it: 73 MiB of what is digested. */
-#define LIST_PIECES                                                                    \
-    ((uint32_t)(LIST_BYTES / 2 / (sizeof(uint64_t) + sizeof(digest_row))))
+/** 192 MiB of what is digested, in 375 KiB. */
+#define LIST_PIECES ((uint32_t)((192 << 20) / DIGEST_KERNEL_PIECE))
+#define LIST_ROWS (LIST_PIECES / 6) /* 160 KiB; the rest are 10,240 entries */
 /** One is worked on by a device while the thread is at the other. */
 #define SHEETS 2
 
@@ -183,7 +183,7 @@ static bool list_part(digest_list *list, const held_part *p)
 /* As many parts as lie on the sheet's device and fit into its list; their number. */
 static uint64_t list_parts(const held *h, sheet *s, held_part_fn part, uint64_t end)
 {
-    digest_list list = digest_list_in(s->memory, LIST_BYTES, LIST_PIECES);
+    digest_list list = digest_list_in(s->memory, LIST_BYTES, LIST_PIECES, LIST_ROWS);
     uint64_t n = 0;
     s->list = list;
     for (; s->first + n < end; n++) {

@@ -9,10 +9,10 @@
 
 /* -------------------------------------------------------------------- digest list */
 
-digest_list digest_list_in(void *memory, size_t size, uint32_t pieces)
+digest_list digest_list_in(void *memory, size_t size, uint32_t pieces, uint32_t rows)
 {
-    size_t entries_at = pieces * (sizeof(uint64_t) + sizeof(digest_row));
-    digest_list list = {.digests = memory, .most_pieces = pieces};
+    size_t entries_at = pieces * sizeof(uint64_t) + rows * sizeof(digest_row);
+    digest_list list = {.digests = memory, .most_pieces = pieces, .most_rows = rows};
     entries_at = (entries_at + 15) / 16 * 16;
     list.rows = (digest_row *)(list.digests + pieces);
     list.entries = (copy_entry *)(void *)((uint8_t *)memory + entries_at);
@@ -31,7 +31,7 @@ void digest_list_cut(digest_list *list)
 /* One piece, or several of the entry. */
 static bool begin_row(digest_list *list, uint32_t entry, uint32_t skip, uint32_t pieces)
 {
-    if (pieces > list->most_pieces - list->n_pieces)
+    if (pieces > list->most_pieces - list->n_pieces || list->n_rows == list->most_rows)
         return false;
     list->rows[list->n_rows++] = (digest_row){
         .first = entry, .skip = skip, .at = list->n_pieces, .pieces = pieces};

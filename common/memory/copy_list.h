@@ -14,16 +14,17 @@
 /** Digests, rows of pieces and entries in one stretch of memory. Zeroed: no room for any. */
 typedef struct digest_list {
     uint64_t *digests; /**< of the pieces, by whoever carries the list out */
-    digest_row *rows;  /**< room for as many as pieces */
+    digest_row *rows;
     copy_entry *entries;
     uint32_t n_pieces, n_rows, n_entries;
-    uint32_t most_pieces, most_entries;
+    uint32_t most_pieces, most_rows, most_entries;
     uint32_t filled; /**< bytes of the last piece; 0: the next byte begins one */
 } digest_list;
 
-/** An empty list in @p size bytes at @p memory, aligned to 16, with room for @p pieces and as many
-    entries as fit behind them. */
-digest_list digest_list_in(void *memory, size_t size, uint32_t pieces);
+/** An empty list in @p size bytes at @p memory, aligned to 16, with room for @p pieces in @p rows
+    and as many entries as fit behind them. Of contiguous memory a row has up to DIGEST_KERNEL_ROW
+    pieces, of short runs one. */
+digest_list digest_list_in(void *memory, size_t size, uint32_t pieces, uint32_t rows);
 /** The next byte begins a new piece: what is digested by itself begins. */
 void digest_list_cut(digest_list *list);
 /** @p runs of @p run bytes each, @p step from one to the next, the first at @p from; converted,

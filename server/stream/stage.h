@@ -27,11 +27,13 @@
 
 #define CHUNK_BYTES ((size_t)1 << 20)
 #define CHUNK_ENTRIES 4096 /**< copies that one kernel makes at most */
-/** Pieces that one kernel digests at most: 64 MiB take it some 30 us, and meanwhile the host is
-    through with those before. Each entry's last one may be short. */
-#define CHUNK_PIECES ((uint32_t)((64 << 20) / BOX_DIGEST_PIECE + LIMIT_READ_ENTRIES))
-#define CHUNKS_EACH 2  /**< of one connection */
-#define CHUNKS_MOST 32 /**< of all, over all data threads */
+/** Pieces that one kernel digests at most: half of a request of LIMIT_DIGEST_BYTES, so that the
+    host is at one half while the device is at the other. Each entry's last one may be short. */
+#define CHUNK_PIECES                                                                   \
+    ((uint32_t)(LIMIT_DIGEST_BYTES / 2 / BOX_DIGEST_PIECE + LIMIT_READ_ENTRIES))
+#define CHUNK_ROWS (CHUNK_PIECES / 4) /**< of such pieces */
+#define CHUNKS_EACH 2                 /**< of one connection */
+#define CHUNKS_MOST 32                /**< of all, over all data threads */
 
 struct connection;
 typedef struct stage stage;

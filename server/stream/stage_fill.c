@@ -121,7 +121,8 @@ static bool list_piece(void *cookie, const job *j, const source_box *b, uint64_t
 
 bool filling_digest(chunk *to, const job *j, uint32_t convert, filling *out)
 {
-    listing l = {.list = digest_list_in(to->data, CHUNK_BYTES, CHUNK_PIECES),
+    listing l = {.list =
+                     digest_list_in(to->data, CHUNK_BYTES, CHUNK_PIECES, CHUNK_ROWS),
                  .convert = convert,
                  .device = -1};
     job one = *j;

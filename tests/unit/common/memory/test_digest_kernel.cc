@@ -55,7 +55,7 @@ static digest_list room()
     if (!memory)
         memory = static_cast<char *>(aligned_alloc(16, size));
     memset(memory, 0x55, size);
-    return digest_list_in(memory, size, MOST_PIECES);
+    return digest_list_in(memory, size, MOST_PIECES, MOST_PIECES);
 }
 
 /* Pieces from @p first on are those of @p size packed bytes. Returns how many. */
@@ -184,12 +184,12 @@ TEST(test_joined)
 TEST(test_room)
 {
     static char memory[1024] __attribute__((aligned(16)));
-    digest_list list = digest_list_in(memory, 512, 2);
+    digest_list list = digest_list_in(memory, 512, 2, 2);
     const uint64_t at = reinterpret_cast<uint64_t>(memory);
     assert_int_equal(list.most_entries, (512 - 64) / sizeof(copy_entry));
     assert_true(digest_list_add(&list, at, 2 * PIECE, 1, 0, CONVERT_NONE));
     assert_false(digest_list_add(&list, at, 1, 1, 0, CONVERT_NONE));
-    list = digest_list_in(memory, 512, 2);
+    list = digest_list_in(memory, 512, 2, 2);
     for (uint32_t i = 0; i < list.most_entries; i++)
         assert_true(digest_list_add(&list, at + 2 * i, 1, 1, 0, CONVERT_NONE));
     assert_false(digest_list_add(&list, at, 1, 1, 0, CONVERT_NONE));

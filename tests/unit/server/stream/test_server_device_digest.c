@@ -141,7 +141,7 @@ DEVICE_CLEAN_TEST(places_may_mix)
     }
 }
 
-#define WIDE 23
+#define WIDE 39
 #define PIECE ((uint64_t)LIMIT_READ_BYTES)
 
 static digest digest_at(box_digest *sum, const uint8_t *at, uint64_t size)
@@ -150,7 +150,7 @@ static digest digest_at(box_digest *sum, const uint8_t *at, uint64_t size)
     return box_digest_take(sum);
 }
 
-/* Where a rank says so one digest may ask for much: of a GPU in parts of 80 MiB here, with one of
+/* Where a rank says so one digest may ask for much: of a GPU in parts of 144 MiB here, with one of
    the host's between them that no chunk holds. */
 DEVICE_CLEAN_TEST(much_is_digested_at_one_go)
 {
