@@ -402,13 +402,17 @@ static bool are_answers_awaited(const attempt *a)
     return false;
 }
 
+bool attempt_is_last(const attempt *a, fanin_status why)
+{
+    return a->options->rule == FANIN_STEP_EXACT || why == FANIN_ERR_UNREACHABLE ||
+           why == FANIN_ERR_PAUSED;
+}
+
 /* Whether the trainer does not serve the step any more, and the others do not hold all that is
    left. Lock held. */
 static bool is_step_gone(const attempt *a)
 {
-    bool last = a->options->rule == FANIN_STEP_EXACT ||
-                a->why_gone.status == FANIN_ERR_UNREACHABLE ||
-                a->why_gone.status == FANIN_ERR_PAUSED;
+    bool last = attempt_is_last(a, a->why_gone.status);
     uint64_t grace = 0, since = a->gone_ns;
     if (!a->origin_gone || schedule_without_origin(a->schedule))
         return false;

@@ -329,7 +329,7 @@ static void origin_gone(feed *f, const fanin_error *why)
     pthread_mutex_lock(&a->relay->lock);
     a->origin_gone = true;
     a->gone_ns = clock_ns();
-    if (a->options->rule == FANIN_STEP_EXACT)
+    if (attempt_is_last(a, why->status))
         schedule_without_trainer(a->schedule);
     if (says_who)
         error_copy(&a->why_gone, why);

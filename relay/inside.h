@@ -190,6 +190,9 @@ fanin_status attempt_look_passed(attempt *a, uint64_t step, fanin_error *error);
     restarted, or passed it; others as fanin_client_begin_into(). */
 fanin_status attempt_begin_at_origin(const attempt *a, fanin_session **out,
                                      fanin_error *error);
+/** Whether no later attempt can have what this one cannot, after the trainer was lost for that
+    reason: what others have of the step is waited for. */
+bool attempt_is_last(const attempt *a, fanin_status why);
 /** Gets the step of which @p session, which it ends, reads the trainer; the relay's parts are put
     and fill. FANIN_OK: all is proven, and verified if the options say so. */
 fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error);

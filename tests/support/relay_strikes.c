@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "relay_strikes.h"
 
+#include "clock.h"
 #include "ends.h"
 #include "error_set.h"
 #include "pull/pull_session.h"
+#include "schedule.h"
 #include "testing.h"
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 static void (*strike_now)(void);
 static atomic_int left, reads_left;
@@ -26,6 +29,52 @@ fanin_status __wrap_pull_session_confirm_later(fanin_session *s, confirmed_fn fn
     return __real_pull_session_confirm_later(s, fn, cookie, error);
 }
 
+/* Longer than a relay hopes for what others may just have got, and shorter than it waits for who
+   has not said yet what it has. */
+#define SEEN_NS UINT64_C(700000000)
+
+enum { HOLD_NONE, HOLD_READS, HOLD_NEWS }; /* in falling order */
+static atomic_int holds;
+/* Since when the calling thread sees it; 0: it does not. */
+static _Atomic uint64_t seen_ns;
+
+bool __real_schedule_without_origin(const schedule *s);
+bool __wrap_schedule_without_origin(const schedule *s);
+
+bool __wrap_schedule_without_origin(const schedule *s)
+{
+    uint64_t unseen = 0;
+    if (atomic_load(&holds) > 0)
+        atomic_compare_exchange_strong(&seen_ns, &unseen, clock_ns());
+    return __real_schedule_without_origin(s);
+}
+
+static void hold_while(int held)
+{
+    deadline until = deadline_in_ms(20000);
+    if (atomic_load(&holds) != held)
+        return;
+    while (!deadline_passed(until)) {
+        uint64_t seen = atomic_load(&seen_ns);
+        if (seen > 0 && clock_ns() - seen > SEEN_NS) {
+            atomic_store(&seen_ns, 0);
+            atomic_fetch_sub(&holds, 1);
+            return;
+        }
+        usleep(1000);
+    }
+}
+
+/* After two batches the trainer has brought a part, and no more than a half. */
+void expect_pull_without_trainer(reader *r, void (*strike)(void))
+{
+    strike_after(2, strike);
+    atomic_store(&seen_ns, 0);
+    atomic_store(&holds, HOLD_NEWS);
+    expect_pull(r, 1);
+    assert_int_equal(atomic_load(&holds), 0);
+}
+
 fanin_status __real_pull_session_read(fanin_session *s, const group_run *runs, size_t n,
                                       fanin_error *error);
 fanin_status __wrap_pull_session_read(fanin_session *s, const group_run *runs, size_t n,
@@ -36,6 +85,7 @@ fanin_status __wrap_pull_session_read(fanin_session *s, const group_run *runs, s
 {
     if (atomic_fetch_sub(&reads_left, 1) == 1)
         return error_set(error, FANIN_ERR_TIMEOUT, NULL, "the deadline passed");
+    hold_while(HOLD_READS);
     return __real_pull_session_read(s, runs, n, error);
 }
 
@@ -49,6 +99,7 @@ fanin_status __wrap_decode_landed_ok(body *in, msg_landed_ok *out,
 fanin_status __wrap_decode_landed_ok(body *in, msg_landed_ok *out, landed_range *ranges)
 {
     fanin_status status = __real_decode_landed_ok(in, out, ranges);
+    hold_while(HOLD_NEWS);
     if (false_landed) {
         ranges[0] = *false_landed;
         out->n_ranges = 1;

@@ -13,6 +13,11 @@ int strike_left(void);
 /** The read of that number, from now on, finds its time over, and nobody to blame. */
 void end_time_at_read(int reads);
 
+/** A pull of step 1 which the trainer leaves by @p strike after two batches. Of the one holder
+    nothing is heard until the calling thread has seen for a while that the trainer brings no more,
+    and then nothing comes of it for as long. */
+void expect_pull_without_trainer(reader *r, void (*strike)(void));
+
 /** Relays say that they have this, whatever they have; NULL: the truth. Not within a pull. */
 void falsify_landed(const landed_range *range);
 
