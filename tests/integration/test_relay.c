@@ -8,6 +8,7 @@
 #include "rank_proxy.h"
 #include "relay_readers.h"
 #include "relay_strikes.h"
+#include "secrets.h"
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -21,6 +22,8 @@ static reader readers[READERS_MOST];
 static int tear_down(void **state)
 {
     falsify_landed(NULL);
+    turn_versions_back(false);
+    refuse_threads(NULL);
     for (size_t i = 0; i < READERS_MOST; i++)
         relay_reader_close(&readers[i]);
     world_stop(&w);
@@ -582,6 +585,11 @@ CASE(entries_that_lead_to_nobody_are_done_without)
     parts_free(&p);
 }
 
+static void nothing(void *cookie)
+{
+    (void)cookie;
+}
+
 /* A relay whose publication is not what its offer says. */
 CASE(a_relay_that_publishes_something_else_is_done_without)
 {
@@ -629,6 +637,110 @@ CASE(a_relay_that_has_not_what_it_says_is_done_without)
         assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
     }
     false_relay_close(&x);
+}
+
+/* It is alive, so that nobody gives its connection up. */
+CASE(a_relay_that_answers_and_sends_nothing_is_done_without)
+{
+    false_relay x;
+    rank_proxy proxy;
+    begin_readers(1);
+    false_relay_cut(&x, &readers[0]);
+    false_relay_serve(&x, x.parts.n, x.parts.n);
+    rank_proxy_start(&proxy, fanin_server_port(x.server), MSG_READ, nothing, NULL);
+    atomic_store(&proxy.drops, true);
+    false_relay_offer(&x, (uint16_t)atoi(strchr(proxy.address, ':') + 1));
+    fanin_status status = FANIN_OK;
+    for (int tries = 0; status == FANIN_OK && tries < 20; tries++) {
+        status = relay_pull(&readers[0]);
+        if (atomic_load(&proxy.triggered))
+            break;
+    }
+    assert_ok(status, readers[0].error);
+    check_bytes(&readers[0], 1);
+    assert_true(atomic_load(&proxy.triggered));
+    assert_int_equal(stats_of(&readers[0]).bytes_from_relays, 0);
+    false_relay_close(&x);
+    rank_proxy_stop(&proxy);
+}
+
+/* Who has the secret is believed, by those that do not verify. */
+CASE(a_relay_that_has_the_secret_and_forges_is_found)
+{
+    false_relay x;
+    if (openssl_is_missing())
+        skip();
+    setenv("FANIN_SECRET_FILE", secret_of('1'), 1);
+    begin_readers(0);
+    ways.no_unix = true;
+    relay_reader_open(&readers[0], 0);
+    relay_reader_open(&readers[1], 0);
+    false_relay_cut(&x, &readers[0]);
+    for (size_t i = 0; i < w.n_tensors; i++)
+        memset(readers[0].boxes[i].address, 0xee, world_bytes(&w.tensors[i]));
+    false_relay_open(&x, x.parts.n, x.parts.n);
+    readers[1].options.verify = true;
+    assert_int_equal(pull_of_others(&readers[1]), FANIN_ERR_TRANSPORT);
+    assert_says(readers[1].error.message, "brought other bytes than the trainer holds");
+    uint64_t relayed = stats_of(&readers[1]).bytes_from_relays;
+    expect_pull(&readers[1], 1);
+    assert_true(readers[1].info.verified);
+    assert_int_equal(stats_of(&readers[1]).bytes_from_relays, relayed);
+    false_relay_close(&x);
+    unsetenv("FANIN_SECRET_FILE");
+    secrets_remove();
+}
+
+/* Entries are told again and again then. */
+CASE(versions_of_the_list_that_go_back_do_no_harm)
+{
+    begin_readers(3);
+    turn_versions_back(true);
+    expect_pull(&readers[0], 1);
+    expect_pull(&readers[1], 1);
+    expect_pull_of_others(&readers[2], 1);
+    assert_int_equal(stats_of(&readers[2]).holders, 2);
+    relay_reader_close(&readers[0]);
+    deadline until = deadline_in_ms(20000);
+    do
+        expect_pull(&readers[2], 1);
+    while (stats_of(&readers[2]).holders != 1 && !deadline_passed(until));
+    assert_int_equal(stats_of(&readers[2]).holders, 1);
+}
+
+/* ------------------------------------------------------------------------ no threads */
+
+CASE(without_threads_for_others_the_trainer_is_read)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    refuse_threads("fanin-holder");
+    expect_pull(&readers[1], 1);
+    assert_int_equal(stats_of(&readers[1]).bytes_from_relays, 0);
+    refuse_threads(NULL);
+    expect_pull_of_others(&readers[1], 1);
+}
+
+CASE(without_a_thread_for_the_trainer_a_pull_fails)
+{
+    begin_readers(1);
+    refuse_threads("fanin-origin");
+    assert_int_equal(relay_pull(&readers[0]), FANIN_ERR_LIMIT);
+    assert_says(readers[0].error.message, "fanin-origin");
+    refuse_threads(NULL);
+    expect_pull(&readers[0], 1);
+}
+
+CASE(without_a_thread_for_the_list_there_is_no_relay)
+{
+    fanin_relay *relay = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    begin_readers(0);
+    refuse_threads("fanin-list");
+    assert_int_equal(fanin_relay_create(NULL, w.address_list, w.size, &relay, &error),
+                     FANIN_ERR_LIMIT);
+    assert_null(relay);
+    assert_says(error.message, "fanin-list");
 }
 
 /* A rollback: the trainer holds one step, and others may hold earlier ones. */

@@ -68,7 +68,8 @@ static bool from_client(rank_proxy *p, pair *c)
         c->sealed = !c->is_unix;
         if (f.type == p->when && !atomic_exchange(&p->triggered, true))
             p->trigger(p->cookie);
-        if (!put(c->rank, c->asked.data, whole))
+        bool dropped = f.type == p->when && atomic_load(&p->drops);
+        if (!dropped && !put(c->rank, c->asked.data, whole))
             return false;
         memmove(c->asked.data, c->asked.data + whole, c->asked.size - whole);
         c->asked.size -= whole;

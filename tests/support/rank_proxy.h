@@ -39,6 +39,7 @@ typedef struct rank_proxy {
     void *cookie;
     flip *flip; /**< NULL: nothing is altered */
     atomic_bool triggered;
+    atomic_bool drops;         /**< requests of that type are not passed on */
     atomic_bool keeps_address; /**< the rank's address is said on the Unix name, too */
     atomic_uint accepted[2];   /**< connections over TCP, over the Unix name */
     atomic_bool holds;

@@ -55,6 +55,7 @@ void relay_reader_open(reader *r, size_t slice)
     fanin_client_config_init(&client, sizeof client);
     client.lost_ms = ways.lost_ms;
     client.path = ways.path;
+    client.no_unix = ways.no_unix;
     fanin_relay_config_init(&config, sizeof config);
     config.client = &client;
     config.unit_bytes = UNIT;
@@ -252,7 +253,7 @@ void false_relay_cut(false_relay *x, const reader *like)
                      FANIN_OK);
 }
 
-void false_relay_open(false_relay *x, size_t n, size_t proven)
+void false_relay_serve(false_relay *x, size_t n, size_t proven)
 {
     fanin_server_config c = make_server_config();
     char address[32];
@@ -266,8 +267,18 @@ void false_relay_open(false_relay *x, size_t n, size_t proven)
     landed_range all = {.count = (uint32_t)proven};
     assert_int_equal(handing_prove(x->server, "lora:0", 1, &all, proven > 0, NULL),
                      FANIN_OK);
-    offer_falsely(&x->list, &x->config, &x->parts.holding, fanin_server_port(x->server),
+}
+
+void false_relay_offer(false_relay *x, uint16_t port)
+{
+    offer_falsely(&x->list, &x->config, &x->parts.holding, port,
                   handing_member(x->server));
+}
+
+void false_relay_open(false_relay *x, size_t n, size_t proven)
+{
+    false_relay_serve(x, n, proven);
+    false_relay_offer(x, fanin_server_port(x->server));
 }
 
 void false_relay_close(false_relay *x)

@@ -17,6 +17,7 @@ typedef struct reader_ways {
     world *world;
     fanin_path path;
     uint32_t lost_ms;
+    bool no_unix;
     const char *place;
     size_t
         slices; /**< 0: they want all; else each tensor is cut by so many workers, ... */
@@ -73,7 +74,9 @@ typedef struct false_relay {
 } false_relay;
 
 void false_relay_cut(false_relay *x, const reader *like);
-/** It publishes the first @p n parts, and has @p proven of them. */
+/** It publishes the first @p n parts, and has @p proven of them; offered by false_relay_offer(). */
+void false_relay_serve(false_relay *x, size_t n, size_t proven);
+void false_relay_offer(false_relay *x, uint16_t port);
 void false_relay_open(false_relay *x, size_t n, size_t proven);
 void false_relay_close(false_relay *x);
 

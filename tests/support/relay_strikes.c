@@ -112,6 +112,48 @@ void falsify_landed(const landed_range *range)
     false_landed = range;
 }
 
+static atomic_bool versions_go_back;
+
+fanin_status __real_decode_holders_ok(body *in, msg_holders_ok *out);
+fanin_status __wrap_decode_holders_ok(body *in, msg_holders_ok *out);
+
+fanin_status __wrap_decode_holders_ok(body *in, msg_holders_ok *out)
+{
+    fanin_status status = __real_decode_holders_ok(in, out);
+    if (atomic_load(&versions_go_back))
+        out->version = 1;
+    return status;
+}
+
+void turn_versions_back(bool all)
+{
+    atomic_store(&versions_go_back, all);
+}
+
+static const char *_Atomic refused_thread;
+
+fanin_status __real_thread_start(pthread_t *thread, const char *name,
+                                 void *(*run)(void *), void *cookie,
+                                 fanin_error *error);
+fanin_status __wrap_thread_start(pthread_t *thread, const char *name,
+                                 void *(*run)(void *), void *cookie,
+                                 fanin_error *error);
+
+fanin_status __wrap_thread_start(pthread_t *thread, const char *name,
+                                 void *(*run)(void *), void *cookie, fanin_error *error)
+{
+    const char *refused = atomic_load(&refused_thread);
+    if (refused && strcmp(refused, name) == 0)
+        return error_set(error, FANIN_ERR_LIMIT, NULL, "cannot start the thread %s",
+                         name);
+    return __real_thread_start(thread, name, run, cookie, error);
+}
+
+void refuse_threads(const char *name)
+{
+    atomic_store(&refused_thread, name);
+}
+
 void end_time_at_read(int reads)
 {
     atomic_store(&reads_left, reads);

@@ -21,6 +21,12 @@ void expect_pull_without_trainer(reader *r, void (*strike)(void));
 /** Relays say that they have this, whatever they have; NULL: the truth. Not within a pull. */
 void falsify_landed(const landed_range *range);
 
+/** Answers about the list have the version 1, whatever the rank has said. */
+void turn_versions_back(bool all);
+
+/** No thread of this name is to be had; NULL: all are. */
+void refuse_threads(const char *name);
+
 void commit_2(void);
 void stop_ranks(void);
 
