@@ -138,6 +138,23 @@ CASE(regions_are_never_crossed)
     world_execute_spans(&w, &l, p, &usual);
 }
 
+/* As if the second followed the first, where it lies and where it lands. */
+CASE(neighbours_in_two_regions_are_two_reads)
+{
+    const uint32_t regions[] = {0, 1};
+    const uint64_t gaps[] = {0, 100};
+    one_rank(2, gaps, regions);
+    plan_free(&p);
+    for (uint32_t i = 0; i < 2; i++)
+        l.to_of_key[i] = 100 * i;
+    assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
+    spans = spans_of(&usual);
+    assert_int_equal(spans->n_spans, 2);
+    assert_int_equal(spans->spans[0].length, 100);
+    assert_int_equal(spans->spans[1].region, 1);
+    world_execute_spans(&w, &l, p, &usual);
+}
+
 CASE(boxes_outside_of_their_region_are_refused)
 {
     const uint32_t regions[] = {0, 1};
