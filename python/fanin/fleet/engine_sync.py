@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,13 +66,14 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Had:
-    """The step, version, options and run of the last sync that ended well."""
+class Order:
+    """What a sync is to bring, or the last one that ended well has brought. step: None: the newest.
+    version: what the engines call it then; None: ``step-<s>``."""
 
-    step: int
-    version: str
-    options: Options
     run: str
+    step: int | None
+    version: str | None
+    options: Options
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Record:
     world: str = ""  # the launch of the trainer that the weights are of
     incarnations: Mapping[str, str] = field(default_factory=dict)  # of its ranks then
     version: str | None = None  # what it was told to call its weights; None: not known
-    had: Had | None = None  # the last sync that ended well
+    had: Order | None = None  # by the last sync that ended well
     taken: object | None = None  # by which call of the registry
     sync: EngineSync | None = None  # the one whose thread is working on it
     before: Record | None = None  # its record until it was removed and added again
@@ -224,7 +225,7 @@ class EngineSync:
         stall = None if self.paused_at is None else time.monotonic() - self.paused_at
         with self.lock:
             self.phase = DONE
-            record.had = Had(plan.step, plan.version, plan.options, plan.info.run)
+            record.had = Order(plan.info.run, plan.step, plan.version, plan.options)
             self.result = self.telling(version=plan.version, step=plan.step, stall=stall)
         _log.info("fanin.sync: %s", _line(self.result))
 
@@ -548,22 +549,22 @@ class Restarts:
 
     def look(self, registry: Registry) -> None:
         """Once: asks all engines that have got a step, and brings it to those that have lost it."""
-        lost: dict[Had, list[str]] = defaultdict(list)
+        lost: dict[Order, list[str]] = defaultdict(list)
         for url, had, version in registry._versions():
             if version == CHECKPOINT and time.monotonic() >= self._later.get(url, 0.0):
                 lost[had].append(url)
         for had, urls in lost.items():
             self._bring(registry, had, urls)
 
-    def _bring(self, registry: Registry, had: Had, urls: Sequence[str]) -> None:
+    def _bring(self, registry: Registry, had: Order, urls: Sequence[str]) -> None:
         _log.warning("fanin.sync: started again, gets %s: %s", had.version, ", ".join(urls))
         deadline = time.monotonic() + registry.timeout
         rest = registry._choose(None, urls), self.token
         try:
             try:
-                registry._bring(*rest, had.run, had.step, had.version, had.options, deadline)
+                registry._bring(*rest, had, deadline)
             except SupersededError:
-                registry._bring(*rest, had.run, None, None, had.options, deadline)
+                registry._bring(*rest, replace(had, step=None, version=None), deadline)
         except FaninError as error:
             self._later.update(dict.fromkeys(urls, time.monotonic() + _AGAIN))
             _log.warning("fanin.sync: tried again in %.0f s: %s", _AGAIN, error)

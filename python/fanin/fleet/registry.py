@@ -40,8 +40,8 @@ from .engine_sync import (
     GRACE,
     SAY_EVERY,
     EngineSync,
-    Had,
     LeaveAlone,
+    Order,
     Plan,
     Record,
     Restarts,
@@ -314,7 +314,7 @@ class Registry:
             records = list(self._records.values())
         return set(self._versions_of(records, timeout))
 
-    def _versions(self) -> list[tuple[str, Had, str]]:
+    def _versions(self) -> list[tuple[str, Order, str]]:
         """Of the engines that have got a step, are in no sync and answer: what they have got, and
         the version of their weights."""
         with self._changed:
@@ -470,8 +470,8 @@ class Registry:
         _check_version(version)
         until = started + seconds
         records = self._choose(group, urls)
-        run = self._run_for(quantization, skip_modules, until)
-        return self._bring(records, object(), run, step, version, options, until, skip_dead, again)
+        order = Order(self._run_for(quantization, skip_modules, until), step, version, options)
+        return self._bring(records, object(), order, until, skip_dead, again)
 
     def set_quantization(
         self,
@@ -538,10 +538,7 @@ class Registry:
         self,
         records: Sequence[Record],
         caller: object,
-        run: str,
-        step: int | None,
-        version: str | None,
-        options: Options,
+        order: Order,
         deadline: float,
         skip_dead: bool = False,
         again: bool = False,
@@ -549,8 +546,8 @@ class Registry:
         started = time.monotonic()
         try:
             self._take(records, caller, deadline)
-            with span("fanin.sync", run=run, step=step, engines=len(records)) as told:
-                plan = self._plan(records, run, step, version, options, deadline, again)
+            with span("fanin.sync", run=order.run, step=order.step, engines=len(records)) as told:
+                plan = self._plan(records, order, deadline, again)
                 told.set(step=plan.step)
                 result = self._run(records, plan, started, skip_dead)
                 told.set(bytes=result.bytes)
@@ -558,16 +555,8 @@ class Registry:
             self._release(records, caller)
         return result
 
-    def _plan(
-        self,
-        records: Sequence[Record],
-        run: str,
-        step: int | None,
-        version: str | None,
-        options: Options,
-        deadline: float,
-        again: bool,
-    ) -> Plan:
+    def _plan(self, records: Sequence[Record], order: Order, deadline: float, again: bool) -> Plan:
+        run, step, options = order.run, order.step, order.options
         world, incarnations = "", dict[str, str]()
         outlived: list[Mapping[str, str]] = []
         before: list[Mapping[str, str]] = []
@@ -588,7 +577,7 @@ class Registry:
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
         info = InitInfo(self._said, run, pull, self.server_name, self._init)
-        version = version or f"step-{step}"
+        version = order.version or f"step-{step}"
         trained = self._trained({run, *drafts}, step, world, options, deadline)
         return Plan(
             step,
