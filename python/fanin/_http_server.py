@@ -7,6 +7,7 @@ import contextlib
 import errno
 import http.server
 import io
+import json
 import logging
 import os
 import socket
@@ -14,10 +15,10 @@ import socketserver
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from email.message import Message
-from typing import Any
+from typing import Any, TypeAlias
 
 from fanin._http import Until
 
@@ -324,6 +325,33 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Handlers log their own work."""
+
+
+# ------------------------------------------------------------------- in applications of others
+
+
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[Any]]
+
+
+async def asgi_body(receive: Receive, largest: int) -> bytes | None:
+    """A request's body, or more than *largest* of it. None: the peer has gone before it came."""
+    body, more = b"", True
+    while more and len(body) <= largest:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+async def asgi_answer(send: Send, status: int, body: Any) -> None:
+    """Answers with *body* as JSON."""
+    content = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
 
 
 def _after_fork() -> None:

@@ -12,11 +12,19 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fanin._http import checked_key
-from fanin._http_server import Answer, HttpServer, Request
+from fanin._http_server import (
+    Answer,
+    HttpServer,
+    Receive,
+    Request,
+    Send,
+    asgi_answer,
+    asgi_body,
+)
 from fanin._otel import within
 from fanin.engine.faults import body_of, status_of
 from fanin.errors import (
@@ -29,7 +37,7 @@ from fanin.errors import (
 )
 from fanin.info import is_loopback, join_address
 
-from .endpoints import KINDS, Endpoint, EndpointResult, SyncError, SyncResult
+from .endpoints import KINDS, PAUSE_MODES, Endpoint, EndpointResult, SyncError, SyncResult
 from .registry import Registry
 
 _log = logging.getLogger("fanin.sync")
@@ -43,22 +51,11 @@ _UNNEEDED = {
     "group_name": "there is no process group; endpoints are grouped by pool",
     "buffer_size_mb": "nothing is sent in buckets",
 }
-_MODES = {
-    "retract": "retract",
-    "abort": "abort",
-    "in_place": "keep",
-    "keep": "keep",
-    "wait": "wait",
-}
+_MODES = {**{mode: mode for mode in PAUSE_MODES}, "in_place": "keep"}
 _INVALIDATION = ("auto", "flush", "none")
 _NOT_HERE = "a sync quantizes nothing: the trainer publishes its run {run} so"
-_WHATS = {
-    str: "a text",
-    bool: "true or false",
-    int: "an integer",
-    float: "seconds",
-    list: "a list of texts",
-}
+_WHATS = {str: "a text", bool: "true or false", int: "an integer", float: "seconds"}
+_WHATS |= {list: "a list of texts"}
 _ADD = {
     "host", "port", "url", "kind", "pool", "world_size", "worker_port", "sync_weights",
     "receiver_kv_cache_dtype", "api_key", *_UNNEEDED,
@@ -471,24 +468,19 @@ class SyncServer:
         self.close()
 
 
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-def asgi_app(service: Service) -> Callable[[_Scope, _Receive, _Send], Awaitable[None]]:
+def asgi_app(service: Service) -> Callable[[Any, Receive, Send], Awaitable[None]]:
     """An ASGI application with the routes, to be mounted or served. Syncs run in threads.
 
     A peer that has gone before its request came whole is not answered, and nothing is done.
     """
 
-    async def app(scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
         if scope["type"] != "http":
             return
-        body = await _body_of(receive)
+        body = await asgi_body(receive, _MAX_BODY)
         if body is None:
             return
         if len(body) > _MAX_BODY:
@@ -505,29 +497,14 @@ def asgi_app(service: Service) -> Callable[[_Scope, _Receive, _Send], Awaitable[
                 body,
                 headers.get(b"authorization", b"").decode("latin-1"),
             )
-        content = json.dumps(reply).encode()
-        fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-        await send({"type": "http.response.start", "status": status, "headers": fields})
-        await send({"type": "http.response.body", "body": content})
+        await asgi_answer(send, status, reply)
 
     return app
 
 
-async def _lifespan(receive: _Receive, send: _Send) -> None:
+async def _lifespan(receive: Receive, send: Send) -> None:
     while True:
         message = await receive()
         await send({"type": message["type"] + ".complete"})
         if message["type"] == "lifespan.shutdown":
             return
-
-
-async def _body_of(receive: _Receive) -> bytes | None:
-    """All of it, or more than _MAX_BODY. None: the peer has gone before all of it came."""
-    body: bytes = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        if len(body) > _MAX_BODY or not message.get("more_body"):
-            return body

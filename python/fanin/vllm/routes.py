@@ -23,11 +23,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fanin import _allowed
 from fanin._dtypes import NARROWED
+from fanin._http_server import Receive, Send, asgi_answer, asgi_body
 from fanin._options import LANDINGS, MOST_BYTES
 from fanin._otel import span, within
 from fanin.engine.clients import Source
@@ -358,6 +359,23 @@ class Api:
         }
 
 
+#: Path, what FastAPI's page says, and what is done with a request's body; a GET has none.
+_ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    (
+        "/load_lora_adapter_nixl",
+        "Pulls one step of a run's adapter from the trainer and loads it.",
+        Api.load,
+    ),
+    ("/init_nixl_client", "Says where the trainer is from now on.", Api.init),
+    (
+        "/nixl/status",
+        "The trainer, the adapters that are here, and the pulls that run.",
+        Api.status,
+    ),
+    ("/nixl/served", "Digests of what the workers hold of an adapter.", Api.served),
+)
+
+
 class EndpointPlugin:
     """What ``vllm.endpoint_plugins`` wants: vLLM lets it attach routes, then gives the engine."""
 
@@ -374,63 +392,35 @@ class EndpointPlugin:
         from fastapi import Request
         from fastapi.responses import JSONResponse
 
-        async def answer(request: Any, work: Any) -> Any:
+        async def answer(request: Any, work: Callable[..., Any]) -> Any:
             try:
                 api = self._ready(request.headers.get("authorization"))
                 if api is None:
                     return JSONResponse(UNAUTHORIZED, status_code=401)
                 with within(request.headers), span("fanin.route", "server", route=request.url.path):
-                    return JSONResponse(await work(api))
+                    if request.method == "GET":
+                        return JSONResponse(work(api))
+                    return JSONResponse(await work(api, await _object_of(request)))
             except FaninError as error:
                 return JSONResponse(body_of(error), status_code=status_of(error))
             except Exception as error:
                 _log.exception("fanin: %s failed", request.url.path)
                 return JSONResponse(body_of(error), status_code=500)
 
-        async def load_lora_adapter_nixl(request: Any) -> Any:
-            """Pulls one step of a run's adapter from the trainer and loads it."""
+        def route(path: str, told: str, work: Callable[..., Any]) -> None:
+            async def endpoint(request: Any) -> Any:
+                return await answer(request, work)
 
-            async def work(api: Api) -> dict[str, Any]:
-                return await api.load(await _object_of(request))
-
-            return await answer(request, work)
-
-        async def init_nixl_client(request: Any) -> Any:
-            """Says where the trainer is from now on."""
-
-            async def work(api: Api) -> dict[str, Any]:
-                return await api.init(await _object_of(request))
-
-            return await answer(request, work)
-
-        async def nixl_status(request: Any) -> Any:
-            """The trainer, the adapters that are here, and the pulls that run."""
-
-            async def work(api: Api) -> dict[str, Any]:
-                return api.status()
-
-            return await answer(request, work)
-
-        async def nixl_served(request: Any) -> Any:
-            """Digests of what the workers hold of an adapter."""
-
-            async def work(api: Api) -> dict[str, Any]:
-                return await api.served(await _object_of(request))
-
-            return await answer(request, work)
-
-        routes = (
-            ("/load_lora_adapter_nixl", "POST", load_lora_adapter_nixl),
-            ("/init_nixl_client", "POST", init_nixl_client),
-            ("/nixl/status", "GET", nixl_status),
-            ("/nixl/served", "POST", nixl_served),
-        )
-        for path, method, endpoint in routes:
+            endpoint.__name__, endpoint.__doc__ = path.strip("/").replace("/", "_"), told
             # FastAPI looks annotations' names up in the module, where fastapi is not imported.
             endpoint.__annotations__ = {"request": Request}
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+            method = ["GET" if work is Api.status else "POST"]
+            app.add_api_route(path, endpoint, methods=method, response_model=None)
+
+        for one in _ROUTES:
+            route(*one)
         self._door.stand_before(app)
-        _log.info("fanin: routes %s", ", ".join(path for path, _, _ in routes))
+        _log.info("fanin: routes %s", ", ".join(path for path, *_ in _ROUTES))
 
     def _ready(self, authorization: str | None) -> Api | None:
         """The routes' work; None: the caller has not got the key."""
@@ -499,9 +489,6 @@ UNAUTHORIZED = {"error": "Unauthorized"}
 _PATH = "/init_weight_transfer_engine"
 _MOST = 1 << 20
 
-Receive: TypeAlias = Callable[[], Awaitable[Any]]
-Send: TypeAlias = Callable[[Any], Awaitable[Any]]
-
 
 def shows_key(keys: Sequence[str], authorization: str | None) -> bool:
     """Whether a request's Authorization header bears one of the engine's keys."""
@@ -537,9 +524,9 @@ class RouteAuth:
             if self._check is not None and self._keys:
                 authorization = dict(scope["headers"]).get(b"authorization", b"")
                 if not shows_key(self._keys, authorization.decode("latin-1")):
-                    return await _answer(send, 401, UNAUTHORIZED)
+                    return await asgi_answer(send, 401, UNAUTHORIZED)
             elif self._check is not None:
-                body = await _read(receive)
+                body = await asgi_body(receive, _MOST)
                 if body is None:
                     return None
                 receive = _again(body, receive)
@@ -547,22 +534,10 @@ class RouteAuth:
                     _look(body, self._check)
                 except FaninError as error:
                     status = 413 if len(body) > _MOST else status_of(error)
-                    return await _answer(send, status, body_of(error))
+                    return await asgi_answer(send, status, body_of(error))
             return await inner(scope, receive, send)
 
         return door
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """A request's body, or more of it than may be; None: the caller has gone."""
-    body, more = b"", True
-    while more and len(body) <= _MOST:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -593,10 +568,3 @@ def _look(body: bytes, check: Callable[[dict[str, Any]], None]) -> None:
     info = request.get("init_info") if isinstance(request, dict) else None
     if isinstance(info, dict):
         check(info)
-
-
-async def _answer(send: Send, status: int, body: Any) -> None:
-    content = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
