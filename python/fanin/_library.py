@@ -101,27 +101,12 @@ def _load() -> ctypes.CDLL:
 
 # Defaults that the library is documented to fill in. Read through our structures, they show that
 # both sides agree where the members are.
+_SERVER = {"world_size": 1, "lease_ms": 1000, "max_sessions": 0, "idle_ms": 300000, "nice": 0}
+_SERVER |= {"data_threads": 0, "peer_cpu": 50, "stranger_share_ms": 2000, "own_share_ms": 60000}
+_CLIENT = {"lost_ms": 5000, "max_inflight": 64 << 20, "max_catalog": 256 << 20}
 _DEFAULTS: list[tuple[str, type[ctypes.Structure], dict[str, int]]] = [
-    (
-        "fanin_server_config_init",
-        _ffi.ServerConfig,
-        {
-            "world_size": 1,
-            "lease_ms": 1000,
-            "max_sessions": 0,
-            "idle_ms": 300000,
-            "data_threads": 0,
-            "peer_cpu": 50,
-            "stranger_share_ms": 2000,
-            "own_share_ms": 60000,
-            "nice": 0,
-        },
-    ),
-    (
-        "fanin_client_config_init",
-        _ffi.ClientConfig,
-        {"lost_ms": 5000, "max_inflight": 64 << 20, "max_catalog": 256 << 20},
-    ),
+    ("fanin_server_config_init", _ffi.ServerConfig, _SERVER),
+    ("fanin_client_config_init", _ffi.ClientConfig, _CLIENT),
     ("fanin_pull_options_init", _ffi.PullOptions, {"timeout_ms": 60000, "dtype": 0}),
     ("fanin_commit_options_init", _ffi.CommitOptions, {"flags": 0, "cast": 0}),
 ]

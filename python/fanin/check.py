@@ -106,15 +106,16 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
         kept=_by_worker(answers, "kept"),
     )
     if report.different:
-        error = HostError.make(
-            f"{len(report.different)} tensors do not hold step {step}: "
-            + ", ".join(report.different[:4]),
-            "update again; if it stays so, report it with the engine's log",
-            key=report.different[0],
-        )
-        error.report = report  # type: ignore[attr-defined]
-        raise error
+        told = f"do not hold step {step}: " + ", ".join(report.different[:4])
+        remedy = "update again; if it stays so, report it with the engine's log"
+        raise _differs(report, told, remedy, report.different[0])
     return report
+
+
+def _differs(report: Report | Served, told: str, remedy: str, key: str) -> HostError:
+    error = HostError.make(f"{len(report.different)} tensors {told}", remedy, key=key)
+    error.report = report  # type: ignore[attr-defined]
+    return error
 
 
 @dataclass(frozen=True)
@@ -211,15 +212,13 @@ def _adapter_served(
     step, ranks = trained(trainer, run, timeout, client)
     body = {"run": str(run), "step": step}
     left = max(deadline - time.monotonic(), _SHORT)
-    found = dict(_ask(engine, "/nixl/served", body, left, api_key)["adapters"])
-    reports = []
-    for name, answers in found.items():
+    for name, answers in _ask(engine, "/nixl/served", body, left, api_key)["adapters"].items():
         try:
-            reports.append(compared(step, ranks, answers, len(answers)))
+            report = compared(step, ranks, answers, len(answers))
         except HostError as error:
             error.message = f"{name}: {error.message}"
             raise
-    return reports[-1]
+    return report
 
 
 def held_by(
@@ -262,15 +261,13 @@ def compared(step: int, ranks: Ranks, answers: list[dict[str, Any]], workers: in
         kept=_by_worker(answers, "kept"),
     )
     if report.different:
-        error = HostError.make(
-            f"{len(report.different)} tensors are not served as step {step} was trained: "
-            + "; ".join(report.different[:4]),
+        raise _differs(
+            report,
+            f"are not served as step {step} was trained: " + "; ".join(report.different[:4]),
             "do not serve this engine; publish the model that it serves, with equal replicas, "
             "and update again",
-            key=report.different[0].partition(":")[0],
+            report.different[0].partition(":")[0],
         )
-        error.report = report  # type: ignore[attr-defined]
-        raise error
     return report
 
 

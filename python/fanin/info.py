@@ -227,29 +227,24 @@ class TrainerInfo:
         Raises RequestError if a rank's port is below its number: the file's form, in which rank
         r listens on ``base_port + r``, cannot say that.
         """
-        result: dict[str, Any] = {}
-        if self.run is not None:
-            number = self.run.isdigit() and str(int(self.run)) == self.run and len(self.run) < 18
-            result["run_idx"] = int(self.run) if number else self.run
-        if self.publications:
-            result["publications"] = list(self.publications)
-        result["world_size"] = self.world_size
-        if self.world_id is not None:
-            result["world_id"] = self.world_id
-        if self.server_name is not None:
-            result["server_name"] = self.server_name
-        if self.step is not None:
+        run, step = self.run or "", self.step
+        number = run.isdigit() and str(int(run)) == run and len(run) < 18
+        result: dict[str, Any] = {
+            "run_idx": int(run) if number else self.run,
+            "publications": list(self.publications) or None,
+            "world_size": self.world_size,
+            "world_id": self.world_id,
+            "server_name": self.server_name,
             # JSON readers in C take integers of 63 bits.
-            result["step"] = self.step if self.step < 2**63 else str(self.step)
-        if self.secret_file is not None:
-            result["secret_file"] = self.secret_file
+            "step": step if step is None or step < 2**63 else str(step),
+            "secret_file": self.secret_file,
+        }
         hosts = self._hosts()
         if len(hosts) == 1 and hosts[0]["base_port"] > 0:
-            result["host"] = hosts[0]["host"]
-            result["base_port"] = hosts[0]["base_port"]
+            result |= {name: hosts[0][name] for name in ("host", "base_port")}
         else:
             result["hosts"] = hosts
-        return result
+        return {name: value for name, value in result.items() if value is not None}
 
     def _hosts(self) -> list[dict[str, Any]]:
         hosts: dict[tuple[str, int], dict[str, Any]] = {}
@@ -455,12 +450,10 @@ class _Reader:
             raise self.bad("hosts", "is not a list")
         addresses = self.long(hosts, size) if hosts is not None else self.short(size)
         names = ("world_id", "run_idx", "server_name", "step", "publications", "secret_file")
-        world, run, name, step, publications, secret = (
-            self.field(one, self.root.get(one)) for one in names
-        )
+        said = {one: self.field(one, self.root.get(one)) for one in names}
+        said["run"], said["publications"] = said.pop("run_idx"), said["publications"] or ()
         try:
-            more = (publications or (), secret)
-            return TrainerInfo(tuple(addresses), world, run, name, step, *more)
+            return TrainerInfo(tuple(addresses), **said)
         except FaninError as error:
             if str(self.path) in error.message:
                 raise

@@ -79,13 +79,13 @@ class ParameterServer:
         own: dict[str, Any] = {"world_id": os.urandom(16), "rank": 0, "world_size": 1, "name": name}
         own |= {"base_port": port, "use_ucx": not tcp_only}
         given = handed_on("ParameterServer", Server, more, *own, "open")
-        told = {name: given.pop(name, None) for name in options_of(Configured)}
         # What the server itself finds in the environment is not for this to judge.
         environ = {**os.environ, "FANIN_CAST": "", **dict.fromkeys(VARIABLES.values(), "")}
+        told = {name: given.get(name) for name in options_of(Configured)}
         config = trainer_config(environ=environ, snapshot=snapshot, **told)
-        told = {name: getattr(config, name) for name in told}
-        told["bind"] = config.bind or "127.0.0.1"
-        self._server = Server(**own, **told, **given, open=not is_loopback(told["bind"]))
+        given |= {name: getattr(config, name) for name in told}
+        given["bind"] = config.bind or "127.0.0.1"
+        self._server = Server(**own, **given, open=not is_loopback(given["bind"]))
         self.name, self.port = name, self._server.port
         self.step = -1  # the last one
         self._snapshot = config.snapshot

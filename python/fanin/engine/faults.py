@@ -9,18 +9,12 @@ from fanin import errors
 from fanin.errors import FaninError, RequestError
 
 # The most special class first.
-_STATUS: tuple[tuple[type[BaseException], int], ...] = (
-    (errors.NotFoundError, 404),
-    (errors.SupersededError, 404),
-    (errors.PullTimeoutError, 504),
-    (errors.StaleError, 504),
-    (errors.PullAgainError, 503),
-    (errors.ConnectionFailedError, 503),
-    (errors.PeerError, 503),
-    (errors.StateError, 503),
-    (errors.RequestError, 400),
-    (errors.HostError, 500),
-    (errors.ProcessError, 500),
+_STATUS: tuple[tuple[int, tuple[type[BaseException], ...]], ...] = (
+    (404, (errors.NotFoundError, errors.SupersededError)),
+    (504, (errors.PullTimeoutError, errors.StaleError)),
+    (503, (errors.PullAgainError, errors.ConnectionFailedError, errors.PeerError)),
+    (503, (errors.StateError,)),
+    (400, (errors.RequestError,)),
 )
 
 _FIELDS = ("code", "rank", "key", "address", "phase", "message", "remedy")
@@ -36,10 +30,7 @@ def status_of(error: BaseException) -> int:
     """
     if isinstance(error, RequestError) and error.name == "FANIN_ERR_AUTH":
         return 403
-    for kind, status in _STATUS:
-        if isinstance(error, kind):
-            return status
-    return 500
+    return next((status for status, kinds in _STATUS if isinstance(error, kinds)), 500)
 
 
 def refused_as_too_large(error: FaninError, remedy: str) -> FaninError:
@@ -62,27 +53,13 @@ def says(error: BaseException) -> str:
 
 def body_of(error: BaseException) -> dict[str, Any]:
     """The JSON object of an error answer: ``{"error": {code, message, remedy, rank, key}}``."""
-    if isinstance(error, FaninError):
-        return {
-            "error": {
-                "code": error.name,
-                "message": error.message or says(error),
-                "remedy": error.remedy,
-                "rank": error.rank,
-                "key": error.key,
-                "address": error.address,
-            }
-        }
-    return {
-        "error": {
-            "code": "FANIN_ERR_INTERNAL",
-            "message": f"{type(error).__name__}: {error}",
-            "remedy": "see the engine's log",
-            "rank": None,
-            "key": "",
-            "address": "",
-        }
-    }
+    told, code = error, "FANIN_ERR_INTERNAL"
+    if isinstance(told, FaninError):
+        code = told.name
+    else:
+        told = FaninError.make(f"{type(error).__name__}: {error}", "see the engine's log")
+    fields = {name: getattr(told, name) for name in ("remedy", "rank", "key", "address")}
+    return {"error": {"code": code, "message": told.message or says(told), **fields}}
 
 
 def to_wire(error: BaseException) -> dict[str, Any]:
@@ -99,12 +76,5 @@ def from_wire(wire: dict[str, Any]) -> FaninError:
     kind = getattr(errors, str(wire.get("class")), None)
     if not (isinstance(kind, type) and issubclass(kind, FaninError)):
         kind = FaninError
-    return kind.make(
-        str(wire.get("message", "")),
-        str(wire.get("remedy", "")),
-        key=str(wire.get("key", "")),
-        rank=wire.get("rank"),
-        address=str(wire.get("address", "")),
-        code=wire.get("code"),
-        phase=str(wire.get("phase", "")),
-    )
+    texts = {name: str(wire.get(name, "")) for name in _FIELDS if name not in ("code", "rank")}
+    return kind.make(texts.pop("message"), **texts, rank=wire.get("rank"), code=wire.get("code"))

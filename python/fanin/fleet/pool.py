@@ -170,13 +170,9 @@ def _no_answer(engine: str, error: BaseException, attempts: int) -> EngineFailur
 def _bug(engine: str, error: BaseException) -> EngineFailure:
     """Without the error's text: http.client's quotes the header that it does not take."""
     at = traceback.extract_tb(error.__traceback__)[-1]
-    return EngineFailure(
-        engine,
-        None,
-        "FANIN_ERR_INTERNAL",
-        f"{type(error).__name__} in {at.name}, {at.filename}:{at.lineno}",
-        "this is a bug of fanin: report it",
-    )
+    told = f"{type(error).__name__} in {at.name}, {at.filename}:{at.lineno}"
+    remedy = "this is a bug of fanin: report it"
+    return EngineFailure(engine, None, "FANIN_ERR_INTERNAL", told, remedy)
 
 
 def _refusal(engine: str, reply: Reply, attempts: int) -> EngineFailure:
@@ -408,31 +404,19 @@ class EnginePool:
 def _check_loaded(
     engine: str, reply: Reply, name: AdapterName, world: str | None, attempts: int
 ) -> EngineFailure | None:
-    body = reply.json()
+    body, code = reply.json(), ""
     if not isinstance(body, dict) or body.get("status") != "ok":
-        return EngineFailure(
-            engine, 200, "", f"unexpected answer: {reply.reason}", "check what runs there", attempts
-        )
-    if body.get("step", name.step) != name.step:
-        return EngineFailure(
-            engine,
-            200,
-            "FANIN_ERR_MISMATCH",
-            f"loaded step {body['step']} under the name {name}",
-            "let pool and engine run the same version of fanin",
-            attempts,
-        )
-    loaded = body.get("world", world)
-    if world is not None and loaded != world:
-        return EngineFailure(
-            engine,
-            200,
-            "FANIN_ERR_WORLD",
-            f"loaded {name} from world {loaded}, but the trainer's file is of world {world}",
-            "give the directory that the running trainer has written",
-            attempts,
-        )
-    return None
+        told, remedy = f"unexpected answer: {reply.reason}", "check what runs there"
+    elif body.get("step", name.step) != name.step:
+        code, told = "FANIN_ERR_MISMATCH", f"loaded step {body['step']} under the name {name}"
+        remedy = "let pool and engine run the same version of fanin"
+    elif world is not None and (loaded := body.get("world", world)) != world:
+        code = "FANIN_ERR_WORLD"
+        told = f"loaded {name} from world {loaded}, but the trainer's file is of world {world}"
+        remedy = "give the directory that the running trainer has written"
+    else:
+        return None
+    return EngineFailure(engine, 200, code, told, remedy, attempts)
 
 
 def _engines_share(seconds: float) -> float:
