@@ -398,7 +398,7 @@ class EndpointPlugin:
                 if api is None:
                     return JSONResponse(UNAUTHORIZED, status_code=401)
                 with within(request.headers), span("fanin.route", "server", route=request.url.path):
-                    if request.method == "GET":
+                    if work is Api.status:
                         return JSONResponse(work(api))
                     return JSONResponse(await work(api, await _object_of(request)))
             except FaninError as error:
