@@ -65,6 +65,9 @@ fanin_status gpu_device_get(const gpu *g, int device, gpu_device *out,
 int gpu_device_of_uuid(const gpu *g, const uint8_t uuid[GPU_UUID_SIZE]);
 /** Whether kernels on @p device may read memory of @p peer (true if they are the same). */
 bool gpu_can_access(const gpu *g, int device, int peer);
+/** Lets copies of @p device go to and from memory of @p peer directly, from now on; false: they go
+    through the host. */
+bool gpu_let_access(gpu *g, int device, int peer);
 
 /* ------------------------------------------------------ what a pointer names */
 
@@ -141,6 +144,8 @@ fanin_status gpu_stream_create(gpu *g, int device, gpu_stream **out,
                                fanin_error *error);
 /** Waits for the work on it. NULL is fine. */
 void gpu_stream_destroy(gpu_stream **stream);
+/** As CUDA knows it (CUstream). */
+void *gpu_stream_handle(const gpu_stream *stream);
 /** Copies between any two of: device memory, pinned and pageable host memory; ordered, and
     asynchronous unless pageable memory takes part. */
 fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t bytes,

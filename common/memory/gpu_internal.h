@@ -32,6 +32,7 @@
     X(cuDevicePrimaryCtxRetain)                                                        \
     X(cuCtxPushCurrent)                                                                \
     X(cuCtxPopCurrent)                                                                 \
+    X(cuCtxEnablePeerAccess)                                                           \
     X(cuPointerGetAttributes)                                                          \
     X(cuMemAlloc)                                                                      \
     X(cuMemFree)                                                                       \

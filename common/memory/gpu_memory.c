@@ -123,6 +123,19 @@ void gpu_context_leave(gpu *g)
     gpu_restore_capture(g);
 }
 
+bool gpu_let_access(gpu *g, int device, int peer)
+{
+    CUcontext context;
+    if (device == peer || !gpu_can_access(g, device, peer))
+        return device == peer;
+    if (retain(g, &g->slots[peer], &context) != CUDA_SUCCESS ||
+        gpu_context_enter(g, device, NULL) != FANIN_OK)
+        return false;
+    CUresult result = g->cuCtxEnablePeerAccess(context, 0);
+    gpu_context_leave(g);
+    return result == CUDA_SUCCESS || result == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+}
+
 fanin_status gpu_flush_remote_writes(gpu *g, int device, fanin_error *error)
 {
     const gpu_slot *slot = gpu_slot_of(g, device, error);

@@ -208,6 +208,11 @@ void gpu_stream_destroy(gpu_stream **stream)
     free(s);
 }
 
+void *gpu_stream_handle(const gpu_stream *stream)
+{
+    return stream->handle;
+}
+
 /* @p from NULL: zeroes. */
 static fanin_status queue_bytes(gpu_stream *stream, void *to, const void *from,
                                 size_t bytes, fanin_error *error)

@@ -8,7 +8,8 @@
 
 #include "board.h"
 #include "fake_cuda.h"
-#include "trainer/device_driver.h"
+#include "gpu.h"
+#include <dlfcn.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,7 +34,8 @@ typedef struct allocation {
 } allocation;
 
 static allocation all[MOST];
-static void *streams[DEVICE_MAX];
+static gpu *cuda; /* NULL: there is no driver, or no device */
+static gpu_stream *streams[GPU_MAX_DEVICES];
 
 /* False: it cannot be done now. */
 static bool worked(fanin_status status, const fanin_error *error)
@@ -47,7 +49,7 @@ static bool worked(fanin_status status, const fanin_error *error)
 
 bool memory_there(void)
 {
-    return device_count() > 0;
+    return gpu_load(NULL, &cuda, NULL) == FANIN_OK;
 }
 
 static allocation *holder(const void *memory)
@@ -73,15 +75,15 @@ static allocation *get(size_t size, unsigned device, size_t band)
 {
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t until = board_now() + PATIENCE_NS;
-    int count = device_count();
+    int count = memory_there() ? gpu_count(cuda) : 0;
     allocation *a = unused();
     *a = (allocation){.size = size + 2 * band + APART, .band = band};
     a->number = count > 0 ? (int)(device % 2) % count : 0;
-    (void)worked(device_open(a->number, &error), &error);
     if (!streams[a->number])
-        (void)worked(device_stream(a->number, &streams[a->number], &error), &error);
+        (void)worked(gpu_stream_create(cuda, a->number, &streams[a->number], &error),
+                     &error);
     void *memory = NULL;
-    while (!worked(device_alloc(a->number, a->size, &memory, &error), &error) &&
+    while (!worked(gpu_alloc(cuda, a->number, a->size, &memory, &error), &error) &&
            board_now() < until)
         board_sleep(5000000);
     a->device = memory;
@@ -102,7 +104,7 @@ void memory_free(void *memory, size_t size)
 {
     (void)size;
     allocation *a = holder(memory);
-    device_free(a->number, a->device);
+    gpu_free(cuda, a->number, a->device);
     free(a->copy);
     a->device = NULL;
 }
@@ -116,9 +118,9 @@ void *memory_bytes(void *memory)
 static void copy(const allocation *a, void *to, const void *from, size_t size)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    void *stream = streams[a->number];
-    if (!worked(device_copy(a->number, stream, to, from, size, &error), &error) ||
-        !worked(device_wait(a->number, stream, &error), &error)) {
+    gpu_stream *stream = streams[a->number];
+    if (!worked(gpu_copy(stream, to, from, size, &error), &error) ||
+        !worked(gpu_stream_wait(stream, UINT64_MAX, &error), &error)) {
         fprintf(stderr, "no copy: %s\n", error.message);
         exit(2);
     }
@@ -162,7 +164,9 @@ void *memory_guarded(size_t size, unsigned device)
 
 bool memory_left(size_t own)
 {
-    void *symbol = device_symbol("fake_cuda_count");
+    const char *name = getenv("FANIN_CUDA_LIBRARY");
+    void *library = name ? dlopen(name, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    void *symbol = library ? dlsym(library, "fake_cuda_count") : NULL;
     void (*count)(fake_cuda_counts *);
     fake_cuda_counts c;
     if (!symbol)

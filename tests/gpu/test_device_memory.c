@@ -5,7 +5,6 @@
  * and pinned. One process publishes a tensor in each, this one pulls them into memory of several
  * kinds. Prints TAP; exit status 77 without a GPU.
  */
-#include "trainer/device_driver.h"
 #include "fetch/pattern.h"
 #include "two_ends.h"
 
@@ -29,7 +28,7 @@ static const char *const names[KINDS] = {"malloc", "virtual", "pool", "managed",
 /* ---------------------------------------------------------------- memory of each kind */
 
 #define FIND(name)                                                                     \
-    __typeof__(&name) p_##name = (__typeof__(&name))(uintptr_t)device_symbol(#name)
+    __typeof__(&name) p_##name = (__typeof__(&name))(uintptr_t)driver_symbol(#name)
 
 static void *map_virtual(int device)
 {
@@ -63,17 +62,17 @@ static void *map_virtual(int device)
 }
 
 /* Never given back: the process ends soon. NULL: the driver has none of that kind. */
-static void *allocate(int device, kind k, void *stream)
+static void *allocate(int device, kind k, gpu_stream *stream)
 {
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = NULL;
     CUdeviceptr pointer = 0;
     if (k == MALLOC) {
-        return device_alloc(device, BYTES, &memory, &error) == FANIN_OK ? memory : NULL;
+        return gpu_alloc(cuda, device, BYTES, &memory, &error) == FANIN_OK ? memory
+                                                                           : NULL;
     }
     if (k == PINNED) {
-        return device_alloc_pinned(device, BYTES, &memory, &error) == FANIN_OK ? memory
-                                                                               : NULL;
+        return gpu_host_alloc(cuda, BYTES, &memory, &error) == FANIN_OK ? memory : NULL;
     }
     if (k == VIRTUAL) {
         return map_virtual(device);
@@ -82,7 +81,7 @@ static void *allocate(int device, kind k, void *stream)
     FIND(cuMemAllocManaged);
     CUresult r = CUDA_ERROR_NOT_SUPPORTED;
     if (k == POOL && p_cuMemAllocAsync != NULL) {
-        r = p_cuMemAllocAsync(&pointer, BYTES, stream);
+        r = p_cuMemAllocAsync(&pointer, BYTES, gpu_stream_handle(stream));
     } else if (k == MANAGED && p_cuMemAllocManaged != NULL) {
         r = p_cuMemAllocManaged(&pointer, BYTES, CU_MEM_ATTACH_GLOBAL);
     }
@@ -122,13 +121,14 @@ static void say(void *cookie, fanin_log_level level, const char *event,
 /* Whether the driver has functions for that kind. */
 static bool known(kind k)
 {
-    return k == VIRTUAL   ? device_symbol("cuMemCreate") != NULL
-           : k == POOL    ? device_symbol("cuMemAllocAsync") != NULL
-           : k == MANAGED ? device_symbol("cuMemAllocManaged") != NULL
+    return k == VIRTUAL   ? driver_symbol("cuMemCreate") != NULL
+           : k == POOL    ? driver_symbol("cuMemAllocAsync") != NULL
+           : k == MANAGED ? driver_symbol("cuMemAllocManaged") != NULL
                           : true;
 }
 
-static bool publish(fanin_server *server, void *stream, kind k, fanin_error *error)
+static bool publish(fanin_server *server, gpu_stream *stream, kind k,
+                    fanin_error *error)
 {
     char name[32];
     static uint8_t bytes[BYTES];
@@ -152,7 +152,7 @@ static bool publish(fanin_server *server, void *stream, kind k, fanin_error *err
     }
     fanin_commit_options options;
     fanin_commit_options_init(&options, sizeof options);
-    options.stream = (fanin_stream){stream, 0};
+    options.stream = (fanin_stream){gpu_stream_handle(stream), 0};
     options.flags = FANIN_COMMIT_WAIT;
     return fanin_server_put(server, name, &t, 1, false, error) == FANIN_OK &&
            fanin_server_commit(server, name, 1, &options, error) == FANIN_OK;
@@ -167,7 +167,7 @@ typedef struct greeting {
 /* Lives until @p in ends. */
 static int serve(int in, int out)
 {
-    void *stream;
+    gpu_stream *stream;
     greeting g;
     int status;
     char end;
@@ -193,7 +193,7 @@ static int serve(int in, int out)
 
 /* Pulls all of it, then the inner columns into every second place of other memory. */
 static void pull(fanin_client *client, kind from, kind to, int device, void *memory,
-                 void *stream)
+                 gpu_stream *stream)
 {
     static uint8_t got[BYTES], wanted[BYTES];
     char publication[32], what[96], detail[600] = "";
@@ -258,10 +258,9 @@ static void work(const char *address, const uint8_t there[KINDS])
         result(false, "connect", error.message);
         return;
     }
-    for (int device = 0; device < device_count() && device < 2; device++) {
-        void *stream = NULL;
-        if (device_open(device, &error) != FANIN_OK ||
-            device_stream(device, &stream, &error) != FANIN_OK) {
+    for (int device = 0; device < gpu_count(cuda) && device < 2; device++) {
+        gpu_stream *stream = NULL;
+        if (device_open(device, &stream, &error) != FANIN_OK) {
             result(false, "device", error.message);
             break;
         }
@@ -286,7 +285,7 @@ int main(void)
     int status = publisher_start(&p, serve, &g, sizeof g);
     if (status != 0)
         return status;
-    if (device_open(0, &error) != FANIN_OK)
+    if (device_open(0, NULL, &error) != FANIN_OK)
         return 1;
     for (kind k = 0; k < KINDS; k++) {
         if (known(k))

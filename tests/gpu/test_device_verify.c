@@ -4,8 +4,6 @@
  * digests is what libxxhash digests of the same bytes (one end on a device, the other on the host),
  * and bytes that differ are named. Prints TAP; exit status 77 without a GPU.
  */
-#include "trainer/device_driver.h"
-#include "gpu.h"
 #include "messages.h"
 #include "ends.h"
 #include "fetch/pattern.h"
@@ -59,7 +57,7 @@ static uint8_t *allocate(int device, fanin_error *error)
     void *memory = NULL;
     if (device == HOST)
         return here;
-    return device_alloc(device, ROOM, &memory, error) == FANIN_OK ? memory : NULL;
+    return gpu_alloc(cuda, device, ROOM, &memory, error) == FANIN_OK ? memory : NULL;
 }
 
 /* ------------------------------------------------------------------------- the rank */
@@ -76,8 +74,8 @@ static void say(void *cookie, fanin_log_level level, const char *event,
 }
 
 /* "lora:device" and "lora:host". */
-static bool publish(fanin_server *server, const char *name, int device, void *stream,
-                    uint8_t **memory_out, fanin_error *error)
+static bool publish(fanin_server *server, const char *name, int device,
+                    gpu_stream *stream, uint8_t **memory_out, fanin_error *error)
 {
     static uint8_t bytes[ROOM];
     pair p;
@@ -107,7 +105,7 @@ static bool commit_anew(fanin_server *server, bool host, uint64_t step,
 static int serve(int in, int out)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    void *stream;
+    gpu_stream *stream;
     int status;
     uint8_t *memory[2], byte, order;
     fanin_server *server = publisher_server(say, &stream, &status);
@@ -253,14 +251,11 @@ static void check_unequal(rank *r, fanin_path path, int device, uint8_t *memory)
 static void work(rank *r)
 {
     static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_STREAM};
-    const logger quiet = {0};
-    gpu *g = NULL;
-    for (int device = HOST; device < device_count() && device < 2; device++) {
+    int devices = gpu_load(NULL, &cuda, NULL) == FANIN_OK ? gpu_count(cuda) : 0;
+    for (int device = HOST; device < devices && device < 2; device++) {
         fanin_error error = FANIN_ERROR_INIT;
         bool good =
-            device == HOST || (device_open(device, &error) == FANIN_OK &&
-                               gpu_load(&quiet, &g, &error) == FANIN_OK &&
-                               gpu_prepare_digest(g, device, &error) == FANIN_OK);
+            device == HOST || gpu_prepare_digest(cuda, device, &error) == FANIN_OK;
         uint8_t *memory = good ? allocate(device, &error) : NULL;
         if (!memory) {
             result(false, "a device with its kernel", error.message);

@@ -1,13 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "two_ends.h"
 
-#include "trainer/device_driver.h"
+#include <dlfcn.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+gpu *cuda;
 static int number, bad;
+
+fanin_status device_open(int device, gpu_stream **stream, fanin_error *error)
+{
+    fanin_status status = gpu_load(NULL, &cuda, error);
+    if (status == FANIN_OK)
+        status = gpu_context_enter(cuda, device, error);
+    return status == FANIN_OK && stream ? gpu_stream_create(cuda, device, stream, error)
+                                        : status;
+}
+
+void *driver_symbol(const char *name)
+{
+    const char *file = getenv("FANIN_CUDA_LIBRARY");
+    void *library = dlopen(file ? file : "libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return library ? dlsym(library, name) : NULL;
+}
 
 void result(bool good, const char *what, const char *detail)
 {
@@ -17,15 +35,15 @@ void result(bool good, const char *what, const char *detail)
     bad += !good;
 }
 
-bool copy(int device, void *stream, void *to, const void *from, size_t bytes,
+bool copy(int device, gpu_stream *stream, void *to, const void *from, size_t bytes,
           fanin_error *error)
 {
     if (device == DEVICE_HOST) {
         memcpy(to, from, bytes);
         return true;
     }
-    return device_copy(device, stream, to, from, bytes, error) == FANIN_OK &&
-           device_wait(device, stream, error) == FANIN_OK;
+    return gpu_copy(stream, to, from, bytes, error) == FANIN_OK &&
+           gpu_stream_wait(stream, UINT64_MAX, error) == FANIN_OK;
 }
 
 int publisher_start(publisher *p, int (*serve)(int in, int out), void *greeting,
@@ -61,14 +79,13 @@ int publisher_end(publisher *p)
     return bad != 0;
 }
 
-fanin_server *publisher_server(fanin_log_fn log, void **stream, int *status)
+fanin_server *publisher_server(fanin_log_fn log, gpu_stream **stream, int *status)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config;
     fanin_server *server = NULL;
     *status = SKIPPED;
-    if (device_open(0, &error) != FANIN_OK ||
-        device_stream(0, stream, &error) != FANIN_OK)
+    if (device_open(0, stream, &error) != FANIN_OK)
         return NULL;
     fanin_server_config_init(&config, sizeof config);
     memset(config.world_id, 7, sizeof config.world_id);

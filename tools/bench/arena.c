@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bench/arena.h"
-#include "trainer/device_driver.h"
 #include "fetch/failure.h"
 #include "fetch/pattern.h"
 #include "fetch/output.h"
@@ -56,10 +55,12 @@ static fanin_status make_memory(arena *a, fanin_error *error)
         return a->memory != NULL ? FANIN_OK : bench_arena_no_memory(a, error);
     }
     void *memory = NULL;
-    fanin_status status = device_open(a->device, error);
-    status = status != FANIN_OK ? status : device_stream(a->device, &a->stream, error);
+    fanin_status status = device_load(&a->gpu, error);
     if (status == FANIN_OK) {
-        status = device_alloc(a->device, a->size + 1, &memory, error);
+        status = gpu_stream_create(a->gpu, a->device, &a->stream, error);
+    }
+    if (status == FANIN_OK) {
+        status = gpu_alloc(a->gpu, a->device, a->size + 1, &memory, error);
     }
     a->memory = memory;
     return status;
@@ -206,8 +207,8 @@ void arena_free(arena *a)
         if (a->copy != NULL) {
             munmap(a->copy, a->size + 1);
         }
-        device_free(a->device, a->memory);
-        device_stream_free(a->device, a->stream);
+        gpu_free(a->gpu, a->device, a->memory);
+        gpu_stream_destroy(&a->stream);
     } else if (a->memory != NULL) {
         munmap(a->memory, a->size > 0 ? a->size : 1);
     }
@@ -228,9 +229,9 @@ static fanin_status transfer(arena *a, bool out, fanin_error *error)
     if (out) {
         memset(a->copy, SPOILED, a->size);
     }
-    fanin_status status = device_copy(a->device, a->stream, out ? a->memory : a->copy,
-                                      out ? a->copy : a->memory, a->size, error);
-    return status == FANIN_OK ? device_wait(a->device, a->stream, error) : status;
+    fanin_status status = gpu_copy(a->stream, out ? a->memory : a->copy,
+                                   out ? a->copy : a->memory, a->size, error);
+    return status == FANIN_OK ? gpu_stream_wait(a->stream, UINT64_MAX, error) : status;
 }
 
 fanin_status arena_read(arena *a, const uint8_t **out, fanin_error *error)

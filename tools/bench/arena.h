@@ -5,6 +5,7 @@
 #define ARENA_H
 
 #include "fetch/mapping_file.h"
+#include "trainer/device_shards.h"
 
 #include <fanin/client.h>
 
@@ -19,13 +20,14 @@ typedef struct arena {
     fanin_destination *into; /**< the same, described once */
     fanin_dtype half;        /**< what F32 tensors are here; 0: F32 */
     uint8_t *copy;           /**< a device's memory as arena_read() left it */
-    void *stream;
+    gpu *gpu;
+    gpu_stream *stream;
 } arena;
 
 /** Reads the publication's catalog and makes memory for it: the host's, faulted in, or of
     @p device. @p half: tensors that are F32 there have that dtype here; 0: all as they are.
     @p mapping, a file, says where tensors go; NULL: every one whole and by itself. Errors are
-    fanin_client_catalog()'s, FANIN_ERR_MEMORY, device_driver.h's, mapping_read()'s and
+    fanin_client_catalog()'s, FANIN_ERR_MEMORY, device_load()'s, gpu.h's, mapping_read()'s and
     engine_layout_of_mapping()'s. To be freed also after an error. */
 fanin_status arena_make(fanin_client *client, const char *publication,
                         uint32_t timeout_ms, int device, fanin_dtype half,

@@ -6,7 +6,6 @@
 #include "bench/arena.h"
 #include "fetch/check.h"
 #include "fetch/session.h"
-#include "trainer/device_driver.h"
 #include "trainer/ranks.h"
 #include "trainer/trainer_options.h"
 

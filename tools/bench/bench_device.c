@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What copy engines, links and pages of this machine do with the bytes of a pull. */
 #include "bench/bench.h"
-#include "trainer/device_driver.h"
 #include "fetch/pattern.h"
 #include "fetch/progress.h"
 #include "trainer/device_shards.h"
@@ -40,8 +39,10 @@ void bench_spread_of(const rank_options *o, bench_spread *out)
 
 /* One copy that is timed. */
 typedef struct transfer {
+    gpu *gpu;
     int device; /**< that does it */
-    void *to, *from, *stream;
+    void *to, *from;
+    gpu_stream *stream;
     uint64_t bytes;
 } transfer;
 
@@ -59,11 +60,11 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
     for (int round = -1; round < ROUNDS && status == FANIN_OK; round++) {
         uint64_t start = progress_now_ns();
         for (size_t i = 0; i < count && status == FANIN_OK; i++) {
-            status = device_copy(copies[i].device, copies[i].stream, copies[i].to,
-                                 copies[i].from, copies[i].bytes, &error);
+            status = gpu_copy(copies[i].stream, copies[i].to, copies[i].from,
+                              copies[i].bytes, &error);
         }
         for (size_t i = 0; i < count && status == FANIN_OK; i++) {
-            status = device_wait(copies[i].device, copies[i].stream, &error);
+            status = gpu_stream_wait(copies[i].stream, UINT64_MAX, &error);
         }
         if (round >= 0) {
             times[round] = progress_now_ns() - start;
@@ -75,10 +76,13 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
 /* The device that copies, its stream, and memory with the bytes. */
 static fanin_status open_source(transfer *t, fanin_error *error)
 {
-    fanin_status status = device_open(t->device, error);
-    status = status != FANIN_OK ? status : device_stream(t->device, &t->stream, error);
-    return status != FANIN_OK ? status
-                              : device_alloc(t->device, t->bytes + 1, &t->from, error);
+    fanin_status status = device_load(&t->gpu, error);
+    if (status == FANIN_OK) {
+        status = gpu_stream_create(t->gpu, t->device, &t->stream, error);
+    }
+    return status != FANIN_OK
+               ? status
+               : gpu_alloc(t->gpu, t->device, t->bytes + 1, &t->from, error);
 }
 
 static fanin_status bench_device_prepare(transfer *t, int from, int to, uint64_t bytes,
@@ -90,26 +94,22 @@ static fanin_status bench_device_prepare(transfer *t, int from, int to, uint64_t
         return status;
     }
     if (to == DEVICE_HOST) {
-        return device_alloc_pinned(from, bytes + 1, &t->to, error);
+        return gpu_host_alloc(t->gpu, bytes + 1, &t->to, error);
     }
-    status = device_open(to, error);
-    if (status == FANIN_OK) {
-        (void)device_peer(to, from); /* else the driver goes through the host */
-        (void)device_peer(from, to);
-        status = device_alloc(to, bytes + 1, &t->to, error);
-    }
-    return status;
+    (void)gpu_let_access(t->gpu, to, from); /* else the driver goes through the host */
+    (void)gpu_let_access(t->gpu, from, to);
+    return gpu_alloc(t->gpu, to, bytes + 1, &t->to, error);
 }
 
 static void bench_device_release(transfer *t, int to)
 {
     if (to != DEVICE_HOST) {
-        device_free(to, t->to);
+        gpu_free(t->gpu, to, t->to);
     } else {
-        device_free_pinned(t->device, t->to);
+        gpu_host_free(t->gpu, t->to);
     }
-    device_free(t->device, t->from);
-    device_stream_free(t->device, t->stream);
+    gpu_free(t->gpu, t->device, t->from);
+    gpu_stream_destroy(&t->stream);
 }
 
 static void name_copy(bench_limits *limits, int from, int to, const transfer *t)
@@ -126,11 +126,11 @@ static void name_copy(bench_limits *limits, int from, int to, const transfer *t)
 
 void bench_device_copies(bench_limits *limits, const bench_spread *spread, int to)
 {
-    transfer copies[DEVICE_MAX];
+    transfer copies[GPU_MAX_DEVICES];
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status = FANIN_OK;
     size_t count = 0;
-    for (size_t i = 0; i < spread->count && count < DEVICE_MAX; i++) {
+    for (size_t i = 0; i < spread->count && count < GPU_MAX_DEVICES; i++) {
         int from = spread->devices[i];
         if (from == DEVICE_HOST || spread->bytes[i] == 0) {
             continue;
@@ -145,7 +145,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
         name_copy(limits, from, to, &copies[count - 1]);
         if (to != DEVICE_HOST && from != to) {
             const transfer *t = &copies[count - 1];
-            const transfer back = {t->device, t->from, t->to, t->stream, t->bytes};
+            const transfer back = {t->gpu, t->device, t->from,
+                                   t->to,  t->stream, t->bytes};
             name_copy(limits, to, from, &back);
         }
     }
@@ -236,13 +237,13 @@ static void time_pages(bench_limits *limits, const char *directory, uint64_t byt
 static void time_into_file(bench_limits *limits, const bench_spread *spread,
                            uint8_t *memory, uint64_t bytes)
 {
-    transfer copies[DEVICE_MAX];
+    transfer copies[GPU_MAX_DEVICES];
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status = FANIN_OK;
     size_t count = 0;
     uint64_t at = 0;
-    for (size_t i = 0; i < spread->count && count < DEVICE_MAX && status == FANIN_OK;
-         i++) {
+    for (size_t i = 0;
+         i < spread->count && count < GPU_MAX_DEVICES && status == FANIN_OK; i++) {
         if (spread->devices[i] == DEVICE_HOST) {
             continue;
         }
@@ -261,19 +262,15 @@ static void time_into_file(bench_limits *limits, const bench_spread *spread,
         bench_limit_end(limit, NULL, 0, error.message);
     }
     for (size_t i = 0; i < count; i++) {
-        device_free(copies[i].device, copies[i].from);
-        device_stream_free(copies[i].device, copies[i].stream);
+        gpu_free(copies[i].gpu, copies[i].device, copies[i].from);
+        gpu_stream_destroy(&copies[i].stream);
     }
 }
 
-static int first_device(const bench_spread *spread)
+static bool has_device(const bench_spread *spread)
 {
-    for (size_t i = 0; i < spread->count; i++) {
-        if (spread->devices[i] != DEVICE_HOST) {
-            return spread->devices[i];
-        }
-    }
-    return DEVICE_HOST;
+    return spread->count > 1 ||
+           spread->devices[0] != DEVICE_HOST; /* each is there once */
 }
 
 static void time_pinning(bench_limits *limits, const bench_spread *spread,
@@ -281,8 +278,8 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
 {
     uint64_t times[PAGE_ROUNDS];
     fanin_error error = FANIN_ERROR_INIT;
-    int device = first_device(spread);
-    fanin_status status = device_open(device, &error);
+    gpu *g = NULL;
+    fanin_status status = device_load(&g, &error);
     bench_limit *limit = bench_limit_add(limits, "pinning its pages");
     limit->bytes = bytes;
     limit->threads = 1;
@@ -291,10 +288,10 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
     for (int round = 0; failed == 0 && round < PAGE_ROUNDS && status == FANIN_OK;
          round++) {
         uint64_t start = progress_now_ns();
-        status = device_register(device, memory, bytes, &error);
+        status = gpu_pin(g, memory, bytes, &error);
         times[round] = progress_now_ns() - start;
         if (status == FANIN_OK && round + 1 < PAGE_ROUNDS) {
-            device_unregister(device, memory);
+            gpu_unpin(g, memory);
         }
     }
     bench_limit_end(limit, times, PAGE_ROUNDS,
@@ -303,7 +300,7 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
                                          : NULL);
     if (failed == 0 && status == FANIN_OK) {
         time_into_file(limits, spread, memory, bytes);
-        device_unregister(device, memory);
+        gpu_unpin(g, memory);
     }
     if (memory != NULL) {
         munmap(memory, bytes);
@@ -318,7 +315,7 @@ void bench_file_pages(bench_limits *limits, const bench_spread *spread,
     }
     time_pages(limits, directory, bytes, 1);
     time_pages(limits, directory, bytes, MAX_THREADS);
-    if (first_device(spread) != DEVICE_HOST) {
+    if (has_device(spread)) {
         time_pinning(limits, spread, directory, bytes);
     }
 }

@@ -3,7 +3,6 @@
 #include "fetch/failure.h"
 #include "fetch/output.h"
 #include "fetch/report.h"
-#include "trainer/device_driver.h"
 
 #include <inttypes.h>
 #include <sched.h>
@@ -88,16 +87,12 @@ void about_make(int argc, const char **argv, about *out)
 
 void about_devices(about *a)
 {
-    int (*name_of)(char *, int, int) = NULL;
-    int count = device_count();
-    void *symbol = count > 0 ? device_symbol("cuDeviceGetName") : NULL;
-    memcpy(&name_of, &symbol, sizeof symbol);
-    for (int i = 0; i < count && name_of != NULL; i++) {
-        char name[64] = "";
-        if (name_of(name, sizeof name, i) == 0) {
-            output_append(a->devices, sizeof a->devices, "%s%.63s", i > 0 ? ", " : "",
-                          name);
-        }
+    gpu *g;
+    gpu_device device;
+    int count = gpu_load(NULL, &g, NULL) == FANIN_OK ? gpu_count(g) : 0;
+    for (int i = 0; i < count && gpu_device_get(g, i, &device, NULL) == FANIN_OK; i++) {
+        output_append(a->devices, sizeof a->devices, "%s%.63s", i > 0 ? ", " : "",
+                      device.name);
     }
 }
 

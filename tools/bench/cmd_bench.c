@@ -2,7 +2,6 @@
 #include "bench/bench.h"
 #include "fetch/check.h"
 #include "fetch/command.h"
-#include "trainer/device_driver.h"
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/command.h"
-#include "trainer/device_driver.h"
+#include "trainer/device_shards.h"
 #include "fetch/failure.h"
 #include "fetch/output.h"
 #include "fetch/session.h"

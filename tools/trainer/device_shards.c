@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/device_shards.h"
-#include "trainer/device_driver.h"
 #include "fetch/failure.h"
 
 #include <stdlib.h>
@@ -29,8 +28,20 @@ struct device_shards {
     segment *segments;
     size_t n_segments, segments_capacity;
     uint32_t *in_segment; /**< of each shard */
-    void *stream;
+    gpu *gpu;
+    gpu_stream *stream;
 };
+
+fanin_status device_load(gpu **out, fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    return gpu_load(NULL, out, &why) == FANIN_OK
+               ? FANIN_OK
+               : failure_set(error, FANIN_ERR_TRANSPORT,
+                             "run where an NVIDIA driver and a GPU are, or with host "
+                             "memory: without --device, --dest device",
+                             "no CUDA: %s", why.message);
+}
 
 static uint64_t round_up(uint64_t n, uint64_t to)
 {
@@ -55,7 +66,7 @@ static size_t open_segment(device_shards *s, uint64_t size, fanin_error *error)
                 : size < LARGE_SIZE ? LARGE_SEGMENT
                                     : round_up(size, LARGE_ROUND);
     void *memory;
-    if (device_alloc(s->device, made.size, &memory, error) != FANIN_OK) {
+    if (gpu_alloc(s->gpu, s->device, made.size, &memory, error) != FANIN_OK) {
         return SIZE_MAX;
     }
     made.memory = memory;
@@ -131,8 +142,10 @@ fanin_status device_shards_make(int device, const shard *shards, size_t count,
     s->device = device;
     s->shards = shards;
     s->memory = memory_out;
-    fanin_status status = device_open(device, error);
-    status = status != FANIN_OK ? status : device_stream(device, &s->stream, error);
+    fanin_status status = device_load(&s->gpu, error);
+    if (status == FANIN_OK) {
+        status = gpu_stream_create(s->gpu, device, &s->stream, error);
+    }
     for (size_t i = 0; status == FANIN_OK && i < count; i++) {
         status = device_shards_place(s, i, error);
     }
@@ -142,16 +155,12 @@ fanin_status device_shards_make(int device, const shard *shards, size_t count,
 void device_shards_free(device_shards **shards)
 {
     device_shards *s = shards != NULL ? *shards : NULL;
-    fanin_error ignored = FANIN_ERROR_INIT;
     if (s == NULL) {
         return;
     }
-    if (s->stream != NULL) {
-        (void)device_wait(s->device, s->stream, &ignored);
-        device_stream_free(s->device, s->stream);
-    }
+    gpu_stream_destroy(&s->stream);
     for (size_t i = 0; i < s->n_segments; i++) {
-        device_free(s->device, s->segments[i].memory);
+        gpu_free(s->gpu, s->device, s->segments[i].memory);
         free(s->segments[i].image);
     }
     free(s->segments);
@@ -165,7 +174,7 @@ fanin_status device_shards_images(const device_shards *s, void ***out,
                                   fanin_error *error)
 {
     *out = s->images;
-    return device_wait(s->device, s->stream, error);
+    return gpu_stream_wait(s->stream, UINT64_MAX, error);
 }
 
 fanin_status device_shards_send(const device_shards *s, fanin_error *error)
@@ -173,12 +182,12 @@ fanin_status device_shards_send(const device_shards *s, fanin_error *error)
     fanin_status status = FANIN_OK;
     for (size_t i = 0; status == FANIN_OK && i < s->n_segments; i++) {
         const segment *g = &s->segments[i];
-        status = device_copy(s->device, s->stream, g->memory, g->image, g->used, error);
+        status = gpu_copy(s->stream, g->memory, g->image, g->used, error);
     }
     return status;
 }
 
-void *device_shards_stream(const device_shards *s)
+gpu_stream *device_shards_stream(const device_shards *s)
 {
     return s->stream;
 }

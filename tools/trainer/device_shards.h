@@ -10,7 +10,15 @@
 
 #include "trainer/models.h"
 
+#include "gpu.h"
 #include <fanin/error.h>
+
+/** Memory is the host's. */
+#define DEVICE_HOST (-1)
+
+/** gpu_load(), for who asked for a device: without a driver FANIN_ERR_TRANSPORT and words for the
+    command line. */
+fanin_status device_load(gpu **out, fanin_error *error);
 
 /**
  * What part @p index of @p parts holds of @p n elements: parts of ceil(n / parts), the last
@@ -39,7 +47,7 @@ typedef struct device_shards device_shards;
  * 512 bytes; up to 1 MiB out of segments of 2 MiB, below 10 MiB out of segments of 20 MiB, larger
  * ones by themselves, rounded up to 2 MiB; a segment is one allocation of the driver's.
  * memory_out[i] is where shard i lies, NULL if it is empty. @p shards and @p memory_out must
- * outlive the result. Errors are device_driver.h's. *out is to be freed also after an error.
+ * outlive the result. Errors are device_load()'s and gpu.h's. *out is to be freed also after one.
  */
 fanin_status device_shards_make(int device, const shard *shards, size_t count,
                                 void **memory_out, device_shards **out,
@@ -54,7 +62,7 @@ fanin_status device_shards_images(const device_shards *s, void ***out,
 /** Queues its copy to the device on the shards' stream, one a segment. */
 fanin_status device_shards_send(const device_shards *s, fanin_error *error);
 
-/** The stream (CUstream) on which they are written. */
-void *device_shards_stream(const device_shards *s);
+/** The stream on which they are written. */
+gpu_stream *device_shards_stream(const device_shards *s);
 
 #endif

@@ -4,7 +4,6 @@
 #include "fetch/failure.h"
 #include "fetch/pattern.h"
 #include "fetch/progress.h"
-#include "trainer/device_driver.h"
 #include "trainer/device_shards.h"
 #include "trainer/serve_rank.h"
 #include "trainer/trainer_options.h"
@@ -244,11 +243,10 @@ static fanin_status rewrite(const life *l, const published *run, uint64_t step,
 }
 
 /* Waits for what was queued on the run's stream. */
-static fanin_status serve_rank_finish(const life *l, const published *run,
-                                      fanin_error *error)
+static fanin_status serve_rank_finish(const published *run, fanin_error *error)
 {
     return run->device != NULL
-               ? device_wait(l->device, device_shards_stream(run->device), error)
+               ? gpu_stream_wait(device_shards_stream(run->device), UINT64_MAX, error)
                : FANIN_OK;
 }
 
@@ -263,11 +261,11 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
                     (wait ? (uint32_t)FANIN_COMMIT_WAIT : 0);
     options.cast = p->cast;
     if (run->device != NULL && !p->no_stream) {
-        options.stream =
-            (fanin_stream){device_shards_stream(run->device), (int32_t)l->device};
+        options.stream = (fanin_stream){
+            gpu_stream_handle(device_shards_stream(run->device)), (int32_t)l->device};
     }
     fanin_status status =
-        p->no_stream || p->timed ? serve_rank_finish(l, run, error) : FANIN_OK;
+        p->no_stream || p->timed ? serve_rank_finish(run, error) : FANIN_OK;
     if (status != FANIN_OK) {
         return status;
     }
@@ -357,7 +355,7 @@ static fanin_status begin_update(life *l, const published *run, fanin_error *err
 {
     /* As a trainer that has looked at a loss: the last step's work is done, so that this
        update does not withdraw its commit. */
-    fanin_status status = serve_rank_finish(l, run, error);
+    fanin_status status = serve_rank_finish(run, error);
     return status == FANIN_OK ? fanin_server_begin_update(l->server, run->name, error)
                               : status;
 }

@@ -2,7 +2,7 @@
 #include "trainer/trainer_options.h"
 #include "fetch/failure.h"
 #include "fetch/target.h"
-#include "trainer/device_driver.h"
+#include "trainer/device_shards.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -94,7 +94,7 @@ bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out
         } else {
             errno = 0;
             long number = at[0] >= '0' && at[0] <= '9' ? strtol(at, &end, 10) : -1;
-            if (number < 0 || number >= DEVICE_MAX || errno != 0) {
+            if (number < 0 || number >= GPU_MAX_DEVICES || errno != 0) {
                 return false;
             }
             out[count] = (int)number;

@@ -3,7 +3,6 @@
    from the host; and what conversions the tool expects. */
 #include "testing.h"
 
-#include "trainer/device_driver.h"
 #include "trainer/device_shards.h"
 #include "fake_cuda.h"
 #include "fetch/pattern.h"
@@ -89,11 +88,10 @@ static uint8_t *fetch(world *w, size_t i)
 {
     uint8_t *bytes = malloc(w->shards[i].bytes + 1);
     assert_non_null(bytes);
-    assert_int_equal(device_copy(1, device_shards_stream(w->device), bytes,
-                                 w->memory[i], w->shards[i].bytes, &w->error),
-                     FANIN_OK);
-    assert_int_equal(device_wait(1, device_shards_stream(w->device), &w->error),
-                     FANIN_OK);
+    gpu_stream *stream = device_shards_stream(w->device);
+    assert_int_equal(
+        gpu_copy(stream, bytes, w->memory[i], w->shards[i].bytes, &w->error), FANIN_OK);
+    assert_int_equal(gpu_stream_wait(stream, UINT64_MAX, &w->error), FANIN_OK);
     return bytes;
 }
 
