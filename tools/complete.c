@@ -6,6 +6,7 @@
 #include "trainer/models.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
+#include "clock.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,8 +83,9 @@ static bool complete_on_entry(void *cookie, const fanin_entry *entry)
 
 static void offer_publications(lister *l)
 {
-    fanin_status status = fanin_client_list(l->client, progress_left_ms(l->end_ns),
-                                            complete_on_publication, l, NULL);
+    fanin_status status =
+        fanin_client_list(l->client, (uint32_t)deadline_poll_ms(l->end_ns),
+                          complete_on_publication, l, NULL);
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
             offer_of_ranks(l->whole ? l->names[i] : options_run_of(l->names[i]),
@@ -96,8 +98,8 @@ static void offer_publications(lister *l)
         }
         l->publication = l->names[i];
         status = fanin_client_catalog(l->client, l->names[i], NULL,
-                                      progress_left_ms(l->end_ns), complete_on_entry, l,
-                                      NULL);
+                                      (uint32_t)deadline_poll_ms(l->end_ns),
+                                      complete_on_entry, l, NULL);
     }
 }
 
@@ -121,10 +123,10 @@ static void offer_from_ranks(const line *line, wanted what, const char *prefix)
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     config.connect_timeout_ms = RANK_MS;
-    l.end_ns = progress_in_ms(PATIENCE_MS);
+    l.end_ns = deadline_in_ms(PATIENCE_MS);
     if (fanin_client_create(&config, &l.client, NULL) == FANIN_OK &&
         fanin_client_connect_any(l.client, (const char *const *)where.addresses,
-                                 where.count, progress_left_ms(l.end_ns),
+                                 where.count, (uint32_t)deadline_poll_ms(l.end_ns),
                                  NULL) == FANIN_OK) {
         offer_publications(&l);
     }

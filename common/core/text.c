@@ -81,19 +81,6 @@ void utf8_copy(char *to, size_t capacity, const char *from)
     to[size] = '\0';
 }
 
-/* The character that @p text begins with, and how many bytes it has; 0: none, or not UTF-8. */
-static size_t utf8_next(const char *text, uint32_t *character_out)
-{
-    static const uint8_t bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
-    const uint8_t *p = (const uint8_t *)text;
-    size_t size = sequence(p, 4); /* the NUL ends it too */
-    uint32_t value = p[0] & bits[size];
-    for (size_t i = 1; i < size; i++)
-        value = value << 6 | (p[i] & 0x3fu);
-    *character_out = value;
-    return size;
-}
-
 static bool utf8_is_hidden(uint32_t c)
 {
     static const uint32_t ranges[][2] = {
@@ -111,12 +98,24 @@ static bool utf8_is_hidden(uint32_t c)
     return i < n && ranges[i][0] <= c;
 }
 
+size_t utf8_next(const char *text, bool *hidden_out)
+{
+    static const uint8_t bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
+    const uint8_t *p = (const uint8_t *)text;
+    size_t size = sequence(p, 4); /* the NUL ends it too */
+    uint32_t value = p[0] & bits[size];
+    for (size_t i = 1; i < size; i++)
+        value = value << 6 | (p[i] & 0x3fu);
+    *hidden_out = size > 0 && utf8_is_hidden(value);
+    return size;
+}
+
 void utf8_make_harmless(char *text)
 {
     while (*text) {
-        uint32_t c;
-        size_t size = utf8_next(text, &c);
-        if (size > 0 && utf8_is_hidden(c))
+        bool hidden;
+        size_t size = utf8_next(text, &hidden);
+        if (hidden)
             memset(text, ' ', size);
         text += size ? size : 1;
     }

@@ -18,6 +18,9 @@ void utf8_copy(char *to, size_t capacity, const char *from);
     around or are not seen (Unicode's Default_Ignorable_Code_Point and the rest of its category Cf).
     */
 void utf8_make_harmless(char *text);
+/** How many bytes the character has that @p text begins with; 0: it is a NUL, or not UTF-8.
+    *@p hidden_out: it is one of those. */
+size_t utf8_next(const char *text, bool *hidden_out);
 
 typedef struct text {
     char *chars; /**< always ends with a NUL, unless size is 0 */

@@ -4,6 +4,7 @@
 #include "fetch/pattern.h"
 #include "fetch/progress.h"
 #include "trainer/device_shards.h"
+#include "clock.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -58,7 +59,7 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
     }
     /* The first one is for warming up. */
     for (int round = -1; round < ROUNDS && status == FANIN_OK; round++) {
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         for (size_t i = 0; i < count && status == FANIN_OK; i++) {
             status = gpu_copy(copies[i].stream, copies[i].to, copies[i].from,
                               copies[i].bytes, &error);
@@ -67,7 +68,7 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
             status = gpu_stream_wait(copies[i].stream, UINT64_MAX, &error);
         }
         if (round >= 0) {
-            times[round] = progress_now_ns() - start;
+            times[round] = clock_ns() - start;
         }
     }
     bench_limit_end(limit, times, ROUNDS, status != FANIN_OK ? error.message : NULL);
@@ -223,9 +224,9 @@ static void time_pages(bench_limits *limits, const char *directory, uint64_t byt
     int failed = 0;
     for (int round = 0; round < PAGE_ROUNDS && failed == 0; round++) {
         uint8_t *memory = map_file(directory, bytes);
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         failed = memory == NULL ? errno : populate_all(memory, bytes, threads);
-        times[round] = progress_now_ns() - start;
+        times[round] = clock_ns() - start;
         if (memory != NULL) {
             munmap(memory, bytes);
         }
@@ -287,9 +288,9 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
     int failed = memory == NULL ? errno : populate_all(memory, bytes, MAX_THREADS);
     for (int round = 0; failed == 0 && round < PAGE_ROUNDS && status == FANIN_OK;
          round++) {
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         status = gpu_pin(g, memory, bytes, &error);
-        times[round] = progress_now_ns() - start;
+        times[round] = clock_ns() - start;
         if (status == FANIN_OK && round + 1 < PAGE_ROUNDS) {
             gpu_unpin(g, memory);
         }

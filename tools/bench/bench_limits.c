@@ -2,6 +2,7 @@
 #include "bench/bench.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
+#include "clock.h"
 
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -137,9 +138,9 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
                         options->tensors->count, a->size, most);
     }
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         failed = read_once(&p, a, threads);
-        times[round] = progress_now_ns() - start;
+        times[round] = clock_ns() - start;
     }
     limit->threads = threads;
     limit->bytes = p.bytes;
@@ -161,9 +162,9 @@ void bench_memcpy(bench_limits *limits, const arena *a)
     }
     memset(source, 1, a->size); /* all pages its own, not the zero page */
     for (uint32_t round = 0; round < ROUNDS; round++) {
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         memcpy(a->memory, source, a->size);
-        times[round] = progress_now_ns() - start;
+        times[round] = clock_ns() - start;
     }
     bench_limit_end(limit, times, ROUNDS, NULL);
     munmap(source, a->size > 0 ? a->size : 1);
@@ -258,12 +259,12 @@ void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads)
     memset(source, 1, a->size); /* all pages its own, not the zero page */
     int failed = open_lanes(ends, threads, a, source);
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         failed = bench_together(move_all, ends, sizeof ends[0], 2 * threads);
         for (uint32_t i = 0; i < 2 * threads && failed == 0; i++) {
             failed = ends[i].failed;
         }
-        times[round] = progress_now_ns() - start;
+        times[round] = clock_ns() - start;
     }
     bench_limit_end(limit, times, ROUNDS, failed != 0 ? strerror(failed) : NULL);
     for (uint32_t i = 0; i < 2 * threads; i++) {
@@ -365,9 +366,9 @@ void bench_cipher(bench_limits *limits, uint64_t bytes, uint32_t threads)
     limit->threads = threads;
     limit->bytes = bytes;
     for (uint32_t round = 0; round < ROUNDS && problem == NULL; round++) {
-        uint64_t start = progress_now_ns();
+        uint64_t start = clock_ns();
         problem = encrypt_once(bytes, threads) ? NULL : "OpenSSL's cipher fails";
-        times[round] = progress_now_ns() - start;
+        times[round] = clock_ns() - start;
     }
     bench_limit_end(limit, times, ROUNDS, problem);
 }

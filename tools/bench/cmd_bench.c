@@ -8,11 +8,12 @@
 #include "fetch/progress.h"
 #include "fetch/report.h"
 #include "fetch/session.h"
+#include "clock.h"
+#include "digest.h"
 
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 enum { START_MS = 300000 };
@@ -22,10 +23,10 @@ static int pull_cold(bench *b, fanin_result_info *info)
 {
     fanin_error error = FANIN_ERROR_INIT;
     session_end(&b->session);
-    uint64_t start = progress_now_ns();
+    uint64_t start = clock_ns();
     int code = session_start(&b->session, b->self, &b->line, b->target, b->line.run);
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
-    uint64_t connected = progress_now_ns() - start;
+    uint64_t connected = clock_ns() - start;
     if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK) {
         code = failure_report("cannot pull", &error);
     }
@@ -283,7 +284,7 @@ static int bench_resolve(bench *b)
     } else {
         b->directory = b->dest != NULL && strcmp(b->dest, "memory") != 0;
     }
-    if (getrandom(&b->mark, sizeof b->mark, 0) != (ssize_t)sizeof b->mark) {
+    if (!random_bytes(&b->mark, sizeof b->mark)) {
         return failure_local("cannot pull", FANIN_ERR_IO, "try again",
                              "no random bits for the names of directories");
     }

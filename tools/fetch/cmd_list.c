@@ -399,7 +399,7 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
                           output_u64(v->patch_bytes), "state_age_ns",
                           output_age_ns(v->state_age_ms), "commit_age_ns",
                           output_age_ns(v->commit_age_ms), "key_digest",
-                          output_digits(v->key_digest, sizeof v->key_digest), NULL));
+                          output_digits(v->key_digest), NULL));
     }
     return output_object("publication", output_string(items[0].name), "run",
                          output_string(options_run_of(items[0].name)), "state",

@@ -25,13 +25,12 @@ static void add_json(report *r, const fanin_rank_info *info, int32_t rank,
                               output_string(fanin_status_name(info->status)), "message",
                               output_string(info->message), NULL);
     if (info->status == FANIN_OK) {
-        output_set(o, "rtt_ns", output_u64(rtt_ns), "world_size",
-                   output_u64(info->world_size), "server_name",
-                   output_string(info->server_name), "world_id",
-                   output_digits(info->world_id, sizeof info->world_id), "incarnation",
-                   output_digits(info->incarnation, sizeof info->incarnation),
-                   "software", output_string(info->software), "ucx_version",
-                   output_string(info->ucx_version), NULL);
+        output_set(
+            o, "rtt_ns", output_u64(rtt_ns), "world_size", output_u64(info->world_size),
+            "server_name", output_string(info->server_name), "world_id",
+            output_digits(info->world_id), "incarnation",
+            output_digits(info->incarnation), "software", output_string(info->software),
+            "ucx_version", output_string(info->ucx_version), NULL);
     }
     json_array_append_new(r->ranks, o);
 }
@@ -59,7 +58,7 @@ static void add_note(report *r, const fanin_rank_info *info, int32_t rank)
         return;
     }
     snprintf(facts, sizeof facts, "world %.32s of %u ranks, %.63s, UCX %.31s",
-             output_hex(info->world_id, 16).s, info->world_size, info->software,
+             output_hex(info->world_id).s, info->world_size, info->software,
              ucx ? info->ucx_version : "none");
     if (r->facts[0] == '\0') {
         terminal_write(r->notes, "%s", facts);

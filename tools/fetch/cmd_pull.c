@@ -8,6 +8,7 @@
 #include "fetch/progress.h"
 #include "fetch/report.h"
 #include "fetch/session.h"
+#include "clock.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -123,9 +124,9 @@ static void pull_on_progress(void *cookie, const fanin_pull_progress *p)
 {
     telling *t = cookie;
     waiting_hush(t->waiting);
-    if (t->lines && progress_left_ms(t->line_ns) == 0) {
+    if (t->lines && deadline_passed(t->line_ns)) {
         print_line(p);
-        t->line_ns = progress_in_ms(LINE_MS);
+        t->line_ns = deadline_in_ms(LINE_MS);
     }
     progress_update(&t->bar, p->bytes_done, p->bytes_total, p->slowest);
 }

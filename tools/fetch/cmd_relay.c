@@ -4,6 +4,7 @@
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
+#include "clock.h"
 
 #include <ctype.h>
 #include <inttypes.h>
@@ -48,7 +49,7 @@ static void relay_print(const char *format, ...)
 static json_t *relay_event(const char *event)
 {
     return output_object("event", output_string(event), "time_ns",
-                         output_u64(output_time_ns()), NULL);
+                         output_u64(clock_unix_ns()), NULL);
 }
 
 static void tell_step(const relay_options *o, const cache_step *s)
@@ -60,10 +61,9 @@ static void tell_step(const relay_options *o, const cache_step *s)
     }
     json_t *object = relay_event("step");
     output_set(object, "step", output_u64(s->step), "world_id",
-               output_digits(s->world_id, sizeof s->world_id), "bytes",
-               output_u64(s->bytes), "bytes_from_origin", output_u64(s->from_origin),
-               "bytes_from_relays", output_u64(s->from_relays), "total_ns",
-               output_u64(s->total_ns), NULL);
+               output_digits(s->world_id), "bytes", output_u64(s->bytes),
+               "bytes_from_origin", output_u64(s->from_origin), "bytes_from_relays",
+               output_u64(s->from_relays), "total_ns", output_u64(s->total_ns), NULL);
     output_json_line(object);
 }
 
@@ -82,12 +82,12 @@ static void tell_launch(const relay_options *o, const cache *c, size_t dropped)
 {
     if (!o->json) {
         relay_print("the trainer is another launch, %s: %zu steps are dropped",
-                    output_hex(c->world_id, sizeof c->world_id).s, dropped);
+                    output_hex(c->world_id).s, dropped);
         return;
     }
     json_t *object = relay_event("launch");
-    output_set(object, "world_id", output_digits(c->world_id, sizeof c->world_id),
-               "dropped", output_u64(dropped), NULL);
+    output_set(object, "world_id", output_digits(c->world_id), "dropped",
+               output_u64(dropped), NULL);
     output_json_line(object);
 }
 

@@ -5,9 +5,10 @@
 #include "fetch/output.h"
 #include "fetch/tensor_directory.h"
 
+#include "digest.h"
+
 #include <stdio.h>
 #include <string.h>
-#include <sys/random.h>
 
 enum { SECRET = 32, LINE = 2 * SECRET + 1 };
 
@@ -16,7 +17,7 @@ static bool secret_draw(char line[LINE])
 {
     static const char digits[] = "0123456789abcdef";
     uint8_t bytes[SECRET];
-    bool drawn = getrandom(bytes, sizeof bytes, 0) == (ssize_t)sizeof bytes;
+    bool drawn = random_bytes(bytes, sizeof bytes);
     for (size_t i = 0; drawn && i < SECRET; i++) {
         line[2 * i] = digits[bytes[i] >> 4];
         line[2 * i + 1] = digits[bytes[i] & 15];

@@ -6,6 +6,7 @@
 #include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/missing.h"
+#include "clock.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -108,13 +109,13 @@ static fanin_status take_looks(const session *s, look *l, look_rates *rates,
     fanin_status status = look_take(s, session_left_ms(s), l, error);
     if (status == FANIN_OK && problems_need_rates(l) &&
         session_left_ms(s) >= 2 * AGAIN_MS) {
-        look_rates_take(rates, l, progress_now_ns());
+        look_rates_take(rates, l, clock_ns());
         look_free(l);
         poll(NULL, 0, AGAIN_MS);
         status = look_take(s, session_left_ms(s), l, error);
     }
     if (status == FANIN_OK) {
-        look_rates_take(rates, l, progress_now_ns());
+        look_rates_take(rates, l, clock_ns());
     }
     return status;
 }

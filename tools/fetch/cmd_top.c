@@ -9,6 +9,7 @@
 #include "fetch/progress.h"
 #include "fetch/python.h"
 #include "fetch/session.h"
+#include "clock.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -57,7 +58,7 @@ static int top_look_again(top *t, session *s)
 {
     fanin_error error = FANIN_ERROR_INIT;
     look l = {0};
-    s->end_ns = progress_in_ms(t->timeout_ms);
+    s->end_ns = deadline_in_ms(t->timeout_ms);
     t->verdict = t->reached ? FANIN_OK : session_try(s, &error);
     if (t->verdict == FANIN_OK) {
         t->reached = true;
@@ -65,7 +66,7 @@ static int top_look_again(top *t, session *s)
     }
     if (t->verdict == FANIN_OK) {
         problems found;
-        look_rates_take(&t->rates, &l, progress_now_ns());
+        look_rates_take(&t->rates, &l, clock_ns());
         problems_find(&l, &t->rates, t->max_age_ms, &found);
         t->verdict = problems_verdict(&found);
         if (!t->json) {

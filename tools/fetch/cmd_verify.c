@@ -180,8 +180,8 @@ static bool verify_on_rank(void *cookie, const fanin_rank_info *info)
         memcmp(info->world_id, v->world_id, sizeof v->world_id) != 0) {
         failure_set(&v->error, FANIN_ERR_SUPERSEDED, "pull again",
                     "rank %d belongs to world %s, the directory to world %s",
-                    (int)info->rank, output_hex(info->world_id, 16).s,
-                    output_hex(v->world_id, 16).s);
+                    (int)info->rank, output_hex(info->world_id).s,
+                    output_hex(v->world_id).s);
         v->error.rank = info->rank;
         snprintf(v->error.address, sizeof v->error.address, "%s", info->address);
         return false;
@@ -379,8 +379,8 @@ static void verify_tell(const verifier *v)
         output_json(output_object(
             "result", output_string("equal"), "files", names, "publication",
             output_string(v->publication), "step", output_u64(v->step), "world_id",
-            output_digits(v->world_id, sizeof v->world_id), "tensors",
-            output_u64(v->count), "bytes", output_u64(v->bytes), NULL));
+            output_digits(v->world_id), "tensors", output_u64(v->count), "bytes",
+            output_u64(v->bytes), NULL));
         return;
     }
     printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64, v->count,
@@ -466,7 +466,7 @@ static int become_check(const session *s, const invocation *line, const char *ur
 {
     static const uint8_t none[FANIN_WORLD_ID_SIZE];
     const fanin_client_config *config = &s->config;
-    const output_text world = output_hex(config->world_id, sizeof none);
+    const output_text world = output_hex(config->world_id);
     uint32_t left_ms = session_left_ms(s);
     char left[32];
     python p;

@@ -5,6 +5,7 @@
 #include "fetch/progress.h"
 #include "fetch/missing.h"
 #include "fetch/session.h"
+#include "clock.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -34,7 +35,7 @@ static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t n
 {
     if (w->json) {
         json_t *o = output_object(
-            "event", output_string("step"), "time_ns", output_u64(output_time_ns()),
+            "event", output_string("step"), "time_ns", output_u64(clock_unix_ns()),
             "step", output_u64(e->step), "step_newest", output_u64(e->step_newest),
             "spread_ns", output_u64(e->spread_ns), "slowest_rank",
             output_rank(e->slowest_rank), NULL);
@@ -44,7 +45,7 @@ static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t n
         output_json_line(o);
         return;
     }
-    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(output_time_ns()).s,
+    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(clock_unix_ns()).s,
            e->step, output_duration(e->spread_ns).s);
     if (e->slowest_rank >= 0) {
         printf("  slowest rank %d", (int)e->slowest_rank);
@@ -65,7 +66,7 @@ static bool watch_on_event(void *cookie, const fanin_watch_event *event)
     if (w->any && event->step == w->last_step) {
         return true; /* the watch was taken up again */
     }
-    uint64_t now = progress_now_ns();
+    uint64_t now = clock_ns();
     print_event(w, event, now);
     w->any = true;
     w->last_step = event->step;
@@ -80,12 +81,12 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
     char text[1024];
     if (w->json) {
         output_json_line(output_object("event", output_string("quiet"), "time_ns",
-                                       output_u64(output_time_ns()), "quiet_ns",
+                                       output_u64(clock_unix_ns()), "quiet_ns",
                                        output_u64(quiet_ms * 1000000), "ranks",
                                        rank_states_json(ranks, count), NULL));
     } else {
         rank_states_text(ranks, count, text, sizeof text);
-        printf("%s  no step for %s: %s\n", clock_text(output_time_ns()).s,
+        printf("%s  no step for %s: %s\n", clock_text(clock_unix_ns()).s,
                output_age(quiet_ms).s, text);
         fflush(stdout);
     }

@@ -2,6 +2,9 @@
 #include "fetch/output.h"
 #include "fetch/interrupt.h"
 
+#include "digest.h"
+#include "text.h"
+
 #include <errno.h>
 #include <inttypes.h>
 #include <stdarg.h>
@@ -143,9 +146,9 @@ json_t *output_u64(uint64_t value)
                               : output_string(output_number(value).s);
 }
 
-json_t *output_digits(const uint8_t *bytes, size_t size)
+json_t *output_digits(const uint8_t bytes[16])
 {
-    return output_string(output_hex(bytes, size).s);
+    return output_string(output_hex(bytes).s);
 }
 
 json_t *output_rank(int64_t rank)
@@ -257,23 +260,11 @@ output_text output_rate(uint64_t bytes, uint64_t ns)
     return text;
 }
 
-output_text output_hex(const uint8_t *bytes, size_t size)
+output_text output_hex(const uint8_t bytes[16])
 {
-    static const char digits[] = "0123456789abcdef";
     output_text text = {""};
-    for (size_t i = 0; i < size && 2 * i + 2 < sizeof text.s; i++) {
-        text.s[2 * i] = digits[bytes[i] >> 4];
-        text.s[2 * i + 1] = digits[bytes[i] & 15];
-        text.s[2 * i + 2] = '\0';
-    }
+    digest_hex(bytes, text.s);
     return text;
-}
-
-uint64_t output_time_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
 output_text output_number(uint64_t value)
@@ -353,52 +344,12 @@ json_t *json_file_read(int descriptor, json_error_t *why)
     return root;
 }
 
-/* The character that @p p begins with and its bytes; 0 bytes: not UTF-8. */
-static size_t decode(const unsigned char *p, uint32_t *out)
-{
-    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
-    size_t size = p[0] < 0x80             ? 1
-                  : (p[0] & 0xe0) == 0xc0 ? 2
-                  : (p[0] & 0xf0) == 0xe0 ? 3
-                  : (p[0] & 0xf8) == 0xf0 ? 4
-                                          : 0;
-    uint32_t value = size == 1 ? p[0] : p[0] & (0x7fu >> size);
-    for (size_t i = 1; i < size; i++) {
-        if ((p[i] & 0xc0) != 0x80) {
-            return 0;
-        }
-        value = value << 6 | (p[i] & 0x3fu);
-    }
-    bool surrogate = value >= 0xd800 && value < 0xe000;
-    *out = value;
-    return size == 0 || value < least[size] || value > 0x10ffff || surrogate ? 0 : size;
-}
-
-/* The same that the library keeps out of its messages: what steers a terminal, or is not seen. */
-static bool terminal_is_hidden(uint32_t c)
-{
-    static const uint32_t ranges[][2] = {
-        {0x0, 0x1f},        {0x7f, 0x9f},       {0xad, 0xad},       {0x34f, 0x34f},
-        {0x600, 0x605},     {0x61c, 0x61c},     {0x6dd, 0x6dd},     {0x70f, 0x70f},
-        {0x890, 0x891},     {0x8e2, 0x8e2},     {0x115f, 0x1160},   {0x17b4, 0x17b5},
-        {0x180b, 0x180f},   {0x200b, 0x200f},   {0x2028, 0x202e},   {0x2060, 0x206f},
-        {0x3164, 0x3164},   {0xfe00, 0xfe0f},   {0xfeff, 0xfeff},   {0xffa0, 0xffa0},
-        {0xfff0, 0xfffb},   {0x110bd, 0x110bd}, {0x110cd, 0x110cd}, {0x13430, 0x1343f},
-        {0x1bca0, 0x1bca3}, {0x1d173, 0x1d17a}, {0xe0000, 0xe0fff},
-    };
-    size_t i = 0, n = sizeof ranges / sizeof *ranges;
-    while (i < n && ranges[i][1] < c) {
-        i++;
-    }
-    return i < n && ranges[i][0] <= c;
-}
-
 void terminal_put(FILE *stream, const char *text)
 {
     for (const unsigned char *p = (const unsigned char *)text; *p != '\0';) {
-        uint32_t c;
-        size_t size = decode(p, &c);
-        bool good = size > 0 && !terminal_is_hidden(c);
+        bool hidden;
+        size_t size = utf8_next((const char *)p, &hidden);
+        bool good = size > 0 && !hidden;
         for (size_t i = 0; i < (size > 0 ? size : 1); i++, p++) {
             if (good) {
                 fputc(*p, stream);

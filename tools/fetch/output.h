@@ -45,8 +45,8 @@ void output_set(json_t *object, const char *name, ...) __attribute__((sentinel))
 json_t *output_string(const char *text);
 /** From 2^63 on a string of digits, as fanin.json has it: JSON libraries take no such integer. */
 json_t *output_u64(uint64_t value);
-/** Bytes as hexadecimal digits. */
-json_t *output_digits(const uint8_t *bytes, size_t size);
+/** As hexadecimal digits. */
+json_t *output_digits(const uint8_t bytes[16]);
 /** Null if it is negative: not known. */
 json_t *output_rank(int64_t rank);
 /** An age in milliseconds as nanoseconds; null if it is 0, not known. */
@@ -61,10 +61,9 @@ typedef struct output_text {
 output_text output_bytes(uint64_t bytes); /**< "84.1 MB" */
 output_text output_duration(uint64_t ns); /**< "12.3 ms" */
 output_text output_age(uint64_t ms);      /**< "350 ms", "64 s", "5 min"; 0: "-" */
-output_text output_rate(uint64_t bytes, uint64_t ns);      /**< "4.58 GB/s" */
-output_text output_hex(const uint8_t *bytes, size_t size); /**< at most 99 bytes */
+output_text output_rate(uint64_t bytes, uint64_t ns); /**< "4.58 GB/s" */
+output_text output_hex(const uint8_t bytes[16]);
 output_text output_number(uint64_t value);
-uint64_t output_time_ns(void); /**< of day, since 1970 */
 /** "[16, 4096]"; @p values may be a shape, an offset or an extent. */
 output_text output_dims(const uint64_t *values, uint32_t count);
 

@@ -2,11 +2,12 @@
 #include "fetch/progress.h"
 #include "fetch/output.h"
 #include "fetch/missing.h"
+#include "clock.h"
+#include "thread.h"
 
 #include <inttypes.h>
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,24 +19,6 @@
 
 enum { BAR_EVERY_MS = 50, BAR_AFTER_MS = 200, LINE_EVERY_MS = 2000 };
 
-uint64_t progress_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
-
-uint64_t progress_in_ms(uint64_t ms)
-{
-    return progress_now_ns() + ms * 1000000;
-}
-
-uint32_t progress_left_ms(uint64_t end_ns)
-{
-    uint64_t now = progress_now_ns();
-    return now < end_ns ? (uint32_t)((end_ns - now - 1) / 1000000) + 1 : 0;
-}
-
 void progress_start(progress *p, const char *what, bool quiet, bool no_color)
 {
     const char *term = getenv("TERM");
@@ -44,7 +27,7 @@ void progress_start(progress *p, const char *what, bool quiet, bool no_color)
     *p = (progress){.what = what, .off = quiet};
     p->bar = !dumb && isatty(STDERR_FILENO);
     p->color = p->bar && !no_color && (plain == NULL || plain[0] == '\0');
-    p->started_ns = p->printed_ns = progress_now_ns();
+    p->started_ns = p->printed_ns = clock_ns();
 }
 
 /* ", rank 5 10.0.0.3:6005: 0 B of 2.10 GB, no byte for 12 s", or less of it. */
@@ -128,7 +111,7 @@ static int terminal_columns(void)
 void progress_update(progress *p, uint64_t done, uint64_t total,
                      const fanin_rank_progress *waits_for)
 {
-    uint64_t now = progress_now_ns();
+    uint64_t now = clock_ns();
     char text[PROGRESS_TEXT];
     if (done < p->last_done) { /* the pull began anew */
         p->started_ns = now;
@@ -236,23 +219,13 @@ static void *waiting_run(void *cookie)
     fanin_error error = FANIN_ERROR_INIT;
     bool connected = false;
     while (pause_ms(w, TELL_EVERY_MS)) {
-        w->own.end_ns = progress_in_ms(ASK_MS);
+        w->own.end_ns = deadline_in_ms(ASK_MS);
         connected = connected || session_try(&w->own, &error) == FANIN_OK;
         if (connected) {
             waiting_tell(w);
         }
     }
     return NULL;
-}
-
-static bool waiting_start_thread(waiting *w)
-{
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&w->thread, NULL, waiting_run, w);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return failed == 0;
 }
 
 static void destroy(waiting *w)
@@ -281,7 +254,7 @@ waiting *waiting_start(const session *s, uint64_t step)
     w->ended = eventfd(0, EFD_CLOEXEC);
     if (w->ended < 0 ||
         fanin_client_create(&config, &w->own.client, NULL) != FANIN_OK ||
-        !waiting_start_thread(w)) {
+        thread_start(&w->thread, "waiting", waiting_run, w, NULL) != FANIN_OK) {
         destroy(w);
         return NULL;
     }

@@ -52,12 +52,6 @@ enum { PROGRESS_TEXT = 1024 };
 void progress_line(const char *what, const progress_state *at, int columns, bool color,
                    char *out, size_t size);
 
-/** CLOCK_MONOTONIC: now, and in @p ms milliseconds. */
-uint64_t progress_now_ns(void);
-uint64_t progress_in_ms(uint64_t ms);
-/** Milliseconds until @p end_ns, rounded up; 0: it is over. */
-uint32_t progress_left_ms(uint64_t end_ns);
-
 typedef struct waiting waiting;
 
 /** From two seconds on, every two seconds: what the ranks do that have not committed @p step

@@ -75,9 +75,8 @@ json_t *report_json(const fanin_result_info *info)
         output_set(phases, p->name, output_u64(report_phase_ns(info, p)), NULL);
     }
     json_t *object = output_object(
-        "step", output_u64(info->step), "world_id",
-        output_digits(info->world_id, sizeof info->world_id), "bytes",
-        output_u64(info->bytes), "tensors", output_u64(info->tensors), "reads",
+        "step", output_u64(info->step), "world_id", output_digits(info->world_id),
+        "bytes", output_u64(info->bytes), "tensors", output_u64(info->tensors), "reads",
         output_u64(info->reads), "restarts", output_u64(info->restarts), "stale",
         output_u64(info->stale), "reused", json_boolean(info->reused), "path",
         output_string(info->reused ? "none" : fanin_path_name(info->path)),
@@ -155,7 +154,7 @@ static void print_paths(const fanin_result_info *info)
 void report_print(const fanin_result_info *info)
 {
     printf("%-9s %" PRIu64 "\n", "step", info->step);
-    printf("%-9s %s\n", "world", output_hex(info->world_id, sizeof info->world_id).s);
+    printf("%-9s %s\n", "world", output_hex(info->world_id).s);
     printf("%-9s %" PRIu64 "\n", "tensors", info->tensors);
     printf("%-9s %s (%" PRIu64 ")\n", "bytes", output_bytes(info->bytes).s,
            info->bytes);

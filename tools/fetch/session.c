@@ -5,6 +5,7 @@
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
+#include "clock.h"
 
 #include <fanin/trace.h>
 #include <malloc.h>
@@ -249,7 +250,7 @@ void session_be_patient(session *s, const invocation *line)
     const char *environment = getenv("NIXL_FETCH_TIMEOUT");
     if (options_is_model(s->publication) && !line->common.timeout_given &&
         (environment == NULL || environment[0] == '\0')) {
-        s->end_ns = progress_in_ms(HOUR_MS);
+        s->end_ns = deadline_in_ms(HOUR_MS);
     }
 }
 
@@ -286,7 +287,7 @@ int session_start(session *s, const command *self, const invocation *line,
     fanin_error error = FANIN_ERROR_INIT;
     *s = (session){.command = self,
                    .target_text = target_text,
-                   .end_ns = progress_in_ms(line->common.timeout_ms)};
+                   .end_ns = deadline_in_ms(line->common.timeout_ms)};
     char publication[OPTIONS_PUBLICATION];
     if (line->run != NULL && !options_publication(line->run, publication)) {
         return failure_usage(self->name, "--run '%s' is not " OPTIONS_RUNS, line->run);
@@ -410,7 +411,7 @@ int session_failure(const session *s, const char *what, fanin_error *error)
 
 uint32_t session_left_ms(const session *s)
 {
-    uint32_t left_ms = progress_left_ms(s->end_ns);
+    uint32_t left_ms = (uint32_t)deadline_poll_ms(s->end_ns);
     return left_ms > 0 ? left_ms : 1;
 }
 
@@ -473,7 +474,7 @@ fanin_status session_renew(session *s, const invocation *line, fanin_error *erro
     s->target = next;
     CREDENTIALS_GIVE(&s->config, &connect->credentials);
     demand(s, connect);
-    s->end_ns = progress_in_ms(line->common.timeout_ms);
+    s->end_ns = deadline_in_ms(line->common.timeout_ms);
     status = fanin_client_create(&s->config, &s->client, error);
     if (status != FANIN_OK) {
         return status;

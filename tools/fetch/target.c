@@ -4,7 +4,7 @@
 #include "fetch/options.h"
 #include "fetch/output.h"
 
-#include <ctype.h>
+#include "socket.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -23,22 +23,21 @@ static const char forms[] =
 
 /* Takes the place of rank @p index, which must be free. */
 static fanin_status target_place(target *out, uint64_t index, const char *host,
-                                 size_t length, uint64_t port, fanin_error *error)
+                                 uint64_t port, fanin_error *error)
 {
-    bool v6 = memchr(host, ':', length) != NULL && host[0] != '[';
+    bool v6 = strchr(host, ':') != NULL && host[0] != '[';
     if (port == 0 || port > 65535) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "give a smaller base port",
                            "rank %" PRIu64 " would listen on port %" PRIu64
-                           " of %.*s, and ports end "
-                           "at 65535",
-                           index, port, (int)length, host);
+                           " of %s, and ports end at 65535",
+                           index, port, host);
     }
     if (out->addresses[index] != NULL) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "name every rank once",
                            "rank %" PRIu64 " is named twice", index);
     }
-    if (asprintf(&out->addresses[index], v6 ? "[%.*s]:%" PRIu64 : "%.*s:%" PRIu64,
-                 (int)length, host, port) < 0) {
+    if (asprintf(&out->addresses[index], v6 ? "[%s]:%" PRIu64 : "%s:%" PRIu64, host,
+                 port) < 0) {
         out->addresses[index] = NULL;
         return failure_memory(error, "the addresses");
     }
@@ -59,31 +58,18 @@ static fanin_status target_reserve(target *out, uint64_t count, fanin_error *err
     return FANIN_OK;
 }
 
-/* Splits "host:port" or "[v6]:port" of @p length bytes. */
-static fanin_status split(const char *text, size_t length, size_t *host_length,
-                          uint64_t *port, fanin_error *error)
+/* Takes "host:port" or "[v6]:port" apart; blanks around it do not count. */
+static fanin_status split(char *word, char host[SOCKET_HOST], uint16_t *port,
+                          fanin_error *error)
 {
-    const char *colon = memrchr(text, ':', length);
-    size_t host = colon != NULL ? (size_t)(colon - text) : 0;
-    bool bracketed = host > 2 && text[0] == '[' && text[host - 1] == ']';
-    uint64_t value = 0;
-    size_t digits = 0;
-    if (host > 0 && (bracketed || strcspn(text, ":[]") == host)) {
-        for (const char *p = colon + 1; p < text + length && digits <= 5; p++) {
-            if (!isdigit((unsigned char)*p)) {
-                digits = 0;
-                break;
-            }
-            value = value * 10 + (uint64_t)(*p - '0');
-            digits++;
-        }
+    word += strspn(word, " ");
+    for (size_t n = strlen(word); n > 0 && word[n - 1] == ' '; n--) {
+        word[n - 1] = '\0';
     }
-    if (digits == 0 || digits > 5 || value == 0 || value > 65535) {
-        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "'%.*s' is no HOST:PORT",
-                           (int)(length < 200 ? length : 200), text);
+    if (!socket_split(word, host, port) || *port == 0) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "'%.200s' is no HOST:PORT",
+                           word);
     }
-    *host_length = host;
-    *port = value;
     return FANIN_OK;
 }
 
@@ -91,8 +77,8 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
                                fanin_error *error)
 {
     uint64_t count = 1;
-    size_t host = 0;
-    uint64_t port = 0;
+    char host[SOCKET_HOST];
+    uint16_t port = 0;
     for (const char *p = text; *p != '\0'; p++) {
         count += *p == ',';
     }
@@ -101,25 +87,20 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
                            "%" PRIu64 " addresses for a world of %u ranks", count,
                            world_size);
     }
+    char *list = output_require(strdup(text)), *rest = list;
     fanin_status status =
         target_reserve(out, world_size != 0 ? world_size : count, error);
     out->in_rank_order = count == 1;
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
-        text += strspn(text, " ");
-        size_t length = strcspn(text, ",");
-        size_t word = length;
-        while (word > 0 && text[word - 1] == ' ') {
-            word--;
+        if (rank < count) {
+            status = split(strsep(&rest, ","), host, &port, error);
         }
-        status = split(text, word, &host, &port, error);
         if (status == FANIN_OK) {
-            status = target_place(out, rank, text, host,
-                                  count == 1 ? port + rank : port, error);
-        }
-        if (count > 1) {
-            text += length + 1;
+            status = target_place(out, rank, host,
+                                  count == 1 ? (uint64_t)port + rank : port, error);
         }
     }
+    free(list);
     return status;
 }
 
@@ -159,8 +140,8 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
             return bad_file(error, path,
                             "a rank that is not below the number of ranks");
         }
-        fanin_status status = target_place(out, (uint64_t)rank, name, strlen(name),
-                                           base + (uint64_t)rank, error);
+        fanin_status status =
+            target_place(out, (uint64_t)rank, name, base + (uint64_t)rank, error);
         if (status != FANIN_OK) {
             return status;
         }
@@ -332,7 +313,7 @@ static fanin_status parse_base(const json_t *root, const char *path, uint64_t si
     }
     fanin_status status = target_reserve(out, size, error);
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
-        status = target_place(out, rank, host, strlen(host),
+        status = target_place(out, rank, host,
                               (uint64_t)json_integer_value(port) + rank, error);
     }
     return status;

@@ -45,14 +45,13 @@ static json_t *ready_json(const rank_options *options, const ranks *r,
         rank_publication(options, i, name);
         json_array_append_new(runs, json_string(options_run_of(name)));
     }
-    return output_object("event", output_string("ready"), "pid", json_integer(getpid()),
-                         "target", output_string(target), "world_id",
-                         output_digits(options->world_id, sizeof options->world_id),
-                         "world_size", output_u64(options->world_size), "step",
-                         output_u64(options->first_step), "tensors",
-                         output_u64(options->tensors->count), "bytes",
-                         output_u64(options->tensors->bytes), "ranks", list, "runs",
-                         runs, "schema", json_integer(1), NULL);
+    return output_object(
+        "event", output_string("ready"), "pid", json_integer(getpid()), "target",
+        output_string(target), "world_id", output_digits(options->world_id),
+        "world_size", output_u64(options->world_size), "step",
+        output_u64(options->first_step), "tensors", output_u64(options->tensors->count),
+        "bytes", output_u64(options->tensors->bytes), "ranks", list, "runs", runs,
+        "schema", json_integer(1), NULL);
 }
 
 /* To stdout, or to the descriptor that a script waits at. */
@@ -120,7 +119,7 @@ static json_t *info_json(const rank_options *options, const ranks *r)
     json_t *object =
         output_object("run_idx", is_number ? json_integer(number) : json_string(run),
                       "world_size", output_u64(options->world_size), "world_id",
-                      output_digits(options->world_id, sizeof options->world_id), NULL);
+                      output_digits(options->world_id), NULL);
     json_t *publications = json_array();
     for (size_t i = 0; i < options->n_runs; i++) {
         rank_publication(options, i, name);

@@ -3,6 +3,7 @@
 #include "fetch/failure.h"
 #include "fetch/progress.h"
 #include "trainer/serve_rank.h"
+#include "clock.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -234,9 +235,9 @@ static int ranks_look(ranks *r, uint32_t ms)
 
 int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
 {
-    uint64_t end = progress_in_ms(timeout_ms);
+    uint64_t end = deadline_in_ms(timeout_ms);
     while (!all_ready(r)) {
-        uint32_t left_ms = progress_left_ms(end);
+        uint32_t left_ms = (uint32_t)deadline_poll_ms(end);
         if (left_ms == 0) {
             return failure_local("cannot start ranks", FANIN_ERR_TIMEOUT,
                                  "give a longer --timeout or fewer bytes",
@@ -253,13 +254,13 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
 int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
 {
     enum { LOOK_MS = 5 };
-    uint64_t end = progress_in_ms(timeout_ms);
+    uint64_t end = deadline_in_ms(timeout_ms);
     for (uint32_t rank = 0; rank < r->options->world_size;) {
         if (r->board->slots[rank].step >= step) {
             rank++;
             continue;
         }
-        if (progress_left_ms(end) == 0) {
+        if (deadline_passed(end)) {
             return failure_local("the ranks do not go on", FANIN_ERR_TIMEOUT,
                                  "give a longer --timeout or fewer bytes",
                                  "rank %u has not committed step %" PRIu64 " in %u ms",
@@ -302,7 +303,7 @@ static void kill_all(ranks *r)
 
 int ranks_stop(ranks *r)
 {
-    uint64_t end = progress_in_ms((uint64_t)r->options->lease_ms + STOP_MARGIN_MS);
+    uint64_t end = deadline_in_ms((uint64_t)r->options->lease_ms + STOP_MARGIN_MS);
     int code = 0;
     r->stopped = true;
     rank_board_stop(r->board);
@@ -312,10 +313,10 @@ int ranks_stop(ranks *r)
         if (count_living(r) == 0) {
             return code;
         }
-        uint32_t left_ms = progress_left_ms(end);
+        uint32_t left_ms = (uint32_t)deadline_poll_ms(end);
         if (left_ms == 0 || wait_event(r, (int)left_ms)) {
             kill_all(r);
-            end = progress_in_ms(1000);
+            end = deadline_in_ms(1000);
         }
     }
 }

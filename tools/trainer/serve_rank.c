@@ -7,6 +7,7 @@
 #include "trainer/device_shards.h"
 #include "trainer/serve_rank.h"
 #include "trainer/trainer_options.h"
+#include "clock.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -52,7 +53,7 @@ static bool all_arrived(const rank_board *board, uint64_t generation)
 static bool is_past(const rank_board *board, uint64_t end_ns)
 {
     (void)board;
-    return progress_now_ns() >= end_ns;
+    return clock_ns() >= end_ns;
 }
 
 /* Until @p done says so of @p what, which it looks at anew with each event and at @p end_ns;
@@ -68,7 +69,7 @@ static bool wait_until(rank_board *board, bool (*done)(const rank_board *, uint6
         if (done(board, what)) {
             return true;
         }
-        uint64_t now = progress_now_ns(), left = end_ns > now ? end_ns - now : 0;
+        uint64_t now = clock_ns(), left = end_ns > now ? end_ns - now : 0;
         const struct timespec timeout = {(time_t)(left / 1000000000),
                                          (long)(left % 1000000000)};
         /* Not the private kind: the word is shared between processes. */
@@ -90,7 +91,7 @@ static bool rank_board_barrier(rank_board *board, uint32_t rank)
 /* Waits ms milliseconds (negative: for ever); false: the world is to end. */
 static bool rank_board_pause(rank_board *board, int64_t ms)
 {
-    uint64_t end_ns = ms < 0 ? UINT64_MAX : progress_in_ms((uint64_t)ms);
+    uint64_t end_ns = ms < 0 ? UINT64_MAX : deadline_in_ms((uint64_t)ms);
     return wait_until(board, is_past, end_ns, end_ns);
 }
 
@@ -269,11 +270,11 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
     if (status != FANIN_OK) {
         return status;
     }
-    uint64_t start = progress_now_ns();
+    uint64_t start = clock_ns();
     status = fanin_server_commit(l->server, run->name, step, &options, error);
     if (status == FANIN_OK && p->timed) {
         uint32_t n = atomic_load(&l->slot->commits);
-        l->slot->commit_ns[n % RANK_COMMITS] = progress_now_ns() - start;
+        l->slot->commit_ns[n % RANK_COMMITS] = clock_ns() - start;
         atomic_store(&l->slot->commits, n + 1);
     }
     return status;

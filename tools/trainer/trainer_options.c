@@ -4,11 +4,12 @@
 #include "fetch/target.h"
 #include "trainer/device_shards.h"
 
+#include "digest.h"
+
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 
 enum { DEFAULT_WORLD = 8, MAX_WORLD = 512 };
 
@@ -173,8 +174,7 @@ static int resolve_world(const command *self, const trainer_options *o,
         }
         return 0;
     }
-    if (getrandom(out->world_id, sizeof out->world_id, 0) !=
-        (ssize_t)sizeof out->world_id) {
+    if (!random_bytes(out->world_id, sizeof out->world_id)) {
         return failure_local("cannot start ranks", FANIN_ERR_IO, "give --world-id",
                              "no random bits for the world id");
     }
