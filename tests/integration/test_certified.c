@@ -5,7 +5,6 @@
 #include "certificates.h"
 #include "ends.h"
 #include "own_file.h"
-#include "rank_proxy.h"
 #include "secrets.h"
 #include "tls.h"
 #include "testing.h"
@@ -220,23 +219,6 @@ TEST(who_has_one_pulls)
         assert_ok(pull(address, "chained", "ca"), error);
         fanin_server_destroy(&server, 0);
     }
-}
-
-/* pull_by() compares what has come. */
-static void pull_by_link(const char *address, bool altered)
-{
-    fanin_status status = pull(address, "reader", "ca");
-    if (!altered)
-        assert_ok(status, error);
-    assert_true(status == FANIN_OK || error.message[0] != '\0');
-}
-
-TEST(no_altered_bit_arrives)
-{
-    char address[32];
-    fanin_server *server = start("rank0", "ca", address);
-    rank_proxy_flip_all(fanin_server_port(server), pull_by_link);
-    fanin_server_destroy(&server, 0);
 }
 
 /* What a reader's own end does not find, the rank does. */

@@ -82,24 +82,6 @@ TEST(unequal_bytes_are_named)
         }
 }
 
-TEST(unequal_directories_are_not_published)
-{
-    for (int from = 0; from < 2; from++) {
-        char scratch[] = "/tmp/fanin-device-verify-XXXXXX", directory[64];
-        stage s;
-        fanin_error error = FANIN_ERROR_INIT;
-        fanin_result_info info;
-        assert_non_null(mkdtemp(scratch));
-        snprintf(directory, sizeof directory, "%s/adapter", scratch);
-        set_up(&s, from, 0, scene_write_in_silence);
-        fanin_status status =
-            scene_pull_directory(&s.scene, directory, true, &info, &error);
-        scene_assert_unequal(&s.scene, status, SCENE_A, &error);
-        tear_down(&s);
-        assert_int_equal(rmdir(scratch), 0); /* it is empty */
-    }
-}
-
 /* Trainer and worker are this process; device 1 is asked for the kernel once. */
 static int load_driver(void **state)
 {

@@ -6,7 +6,6 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
 
@@ -563,56 +562,4 @@ SERVER_TEST(nothing_can_be_published)
     grant g;
     assert_int_equal(begin(&r, &g).first_region, 0);
     assert_true(peer_end(&r.control, &g, false).good);
-}
-
-/* ------------------------------------------------------------------ threads */
-
-typedef struct trainer {
-    fanin_server *server;
-    atomic_bool stop;
-} trainer;
-
-static void *train(void *cookie)
-{
-    trainer *t = cookie;
-    for (uint64_t step = 2; !atomic_load(&t->stop); step++) {
-        server_begin(t->server);
-        fill((uint8_t)(step % 100));
-        server_snapshot(t->server, step);
-    }
-    return NULL;
-}
-
-/* A step that was confirmed is whole, however fast the trainer is. */
-SERVER_TEST(steps_are_never_mixed)
-{
-    trainer t = {.server = start_published(100)};
-    atomic_init(&t.stop, false);
-    pthread_t thread;
-    puller r = puller_open(t.server);
-    assert_int_equal(pthread_create(&thread, NULL, train, &t), 0);
-    unsigned good = 0;
-    deadline end = deadline_in_ms(20000);
-    while (good < 200 && !deadline_passed(end)) {
-        grant g = peer_newest(&r.control);
-        if (!peer_begin(&r.control, &g).granted)
-            continue;
-        uint8_t got[2 * SIZE];
-        read_entry all = {.box = 0, .count = 2};
-        peer_request_read(&r.data, g.token, sizeof got, &all, 1);
-        peer_receive(&r.data);
-        bool read = r.data.frame.type == MSG_READ_OK;
-        if (read)
-            memcpy(got, r.data.body, sizeof got);
-        if (!peer_end(&r.control, &g, !read).good || !read)
-            continue;
-        for (size_t i = 0; i < SIZE; i++) {
-            assert_int_equal(got[i], g.step % 100);
-            assert_int_equal(got[SIZE + i], g.step % 100 + 100);
-        }
-        good++;
-    }
-    atomic_store(&t.stop, true);
-    pthread_join(thread, NULL);
-    assert_int_equal(good, 200);
 }

@@ -5,11 +5,6 @@
 #include "server_peer.h"
 #include "testing.h"
 
-#include <pthread.h>
-#include <semaphore.h>
-#include <stdatomic.h>
-#include <time.h>
-
 #define MS UINT64_C(1000000)
 
 static uint8_t memory[2][100];
@@ -337,80 +332,4 @@ SERVER_TEST(a_removed_shard_makes_the_publication_unreadable)
     assert_int_equal(commit(s, 2), FANIN_OK);
     g = peer_lease(&p);
     assert_int_equal(peer_count_keys(&p, &g), 1);
-}
-
-/* --------------------------------------------------------------- many at once */
-
-#define ROUNDS 300
-
-typedef struct load {
-    fanin_server *server;
-    atomic_bool stop;
-    sem_t good; /* pulls that were */
-} load;
-
-static void *read_all_the_time(void *cookie)
-{
-    load *l = cookie;
-    peer p = peer_open(l->server);
-    peer d = peer_data(l->server, &p);
-    read_entry one = {.box = 0, .count = 1};
-    uint64_t good = 0;
-    while (!atomic_load(&l->stop)) {
-        grant g = peer_newest(&p);
-        if (!peer_begin(&p, &g).granted)
-            continue;
-        peer_request_read(&d, g.token, 100, &one, 1);
-        peer_receive(&d);
-        if (d.frame.type != MSG_READ_OK || !peer_end(&p, &g, false).good)
-            continue;
-        good++;
-        for (size_t i = 0; i < 100; i++)
-            assert_int_equal(d.body[i], (uint8_t)g.step);
-        sem_post(&l->good);
-    }
-    peer_close(&d);
-    peer_close(&p);
-    return (void *)(uintptr_t)good;
-}
-
-/* A turn for the readers: one pull at least has ended well since the last call. */
-static void wait_for_a_pull(load *l)
-{
-    struct timespec patience;
-    clock_gettime(CLOCK_REALTIME, &patience);
-    patience.tv_sec += 30;
-    assert_int_equal(sem_timedwait(&l->good, &patience), 0);
-    while (sem_trywait(&l->good) == 0)
-        ;
-}
-
-SERVER_TEST(pulls_beside_updates_are_whole)
-{
-    load l = {.server = server_start_lease(60000)}; /* no reader is ever so late */
-    atomic_init(&l.stop, false);
-    sem_init(&l.good, 0, 0);
-    memset(memory[0], 1, 100);
-    server_put(l.server, RUN, "a", memory[0], 100);
-    server_commit(l.server, 1);
-    pthread_t readers[3];
-    for (size_t i = 0; i < 3; i++)
-        assert_int_equal(pthread_create(&readers[i], NULL, read_all_the_time, &l), 0);
-    for (uint64_t step = 2; step < ROUNDS; step++) {
-        server_begin(l.server);
-        memset(memory[0], (int)(uint8_t)step, 100);
-        server_commit(l.server, step);
-        wait_for_a_pull(&l);
-    }
-    atomic_store(&l.stop, true);
-    uint64_t good = 0;
-    for (size_t i = 0; i < 3; i++) {
-        void *count;
-        pthread_join(readers[i], &count);
-        good += (uintptr_t)count;
-    }
-    assert_true(good >= ROUNDS - 2);
-    assert_int_equal(server_stats(l.server).drains_expired, 0);
-    server_stop(&l.server, 0);
-    sem_destroy(&l.good);
 }
