@@ -57,16 +57,6 @@ every_way()
     stop_ranks
 }
 
-@test "other cuts, replicas, empty shards" {
-    for options in "--shard-dim 1 --world-size 3" "--replicate 2 --world-size 4" "--world-size 12"; do
-        # shellcheck disable=SC2086
-        start_ranks --model qwen2.5-0.5b --r 5 --device 1,0 $options
-        proven device:1 cuda_ipc
-        proven_directory cuda_ipc
-        stop_ranks
-    done
-}
-
 @test "host,0 mixes: each rank by its own path, told by groups" {
     start_ranks --adapter-shape small --world-size 4 --device host,0
     run -0 "$NIXL_FETCH" bench "$info" --dest device:1 --iterations 2 --check-pattern --json
@@ -89,31 +79,6 @@ every_way()
     [ "$(field ranks 1 commits_withdrawn)" = 0 ]
     [ "$(field ranks 1 commit_ns | tr -cd , | wc -c)" -eq 3 ]
     ranks_pid=
-}
-
-@test "updates in place while pulls run: every pull is of one step" {
-    for options in "" "--snapshot" "--no-stream-commit"; do
-        # shellcheck disable=SC2086
-        start_ranks --model qwen2.5-0.5b --r 2 --world-size 2 --device 0,1 --update-every 1 $options
-        run -0 "$NIXL_FETCH" bench "$info" --dest device:1 --iterations 40 --check-pattern --json
-        [ "$(field all_checked)" = true ]
-        run -0 "$NIXL_FETCH" bench "$info" --dest memory --iterations 20 --check-pattern
-        stop_ranks
-    done
-}
-
-@test "snapshots and casts, of devices and of the host" {
-    for how in "bf16 --device 0,1" f16; do
-        # shellcheck disable=SC2086
-        start_ranks --model qwen2.5-0.5b --r 3 --world-size 2 --update-every 20 --snapshot --cast $how
-        run -0 "$NIXL_FETCH" bench "$info" --dest memory --iterations 5 --check-pattern
-        run -0 "$NIXL_FETCH" bench "$info" --dest device:1 --iterations 5 --check-pattern
-        rm -rf d
-        run -0 "$NIXL_FETCH" pull "$info" --out d --check-pattern
-        dtype=${how%% *}
-        grep -aq "\"${dtype^^}\"" d/adapter_model.safetensors
-        stop_ranks
-    done
 }
 
 @test "--dtype converts on the way, in each kind of destination" {

@@ -115,17 +115,6 @@ nothing_left()
     [ "$(ls -A d)" = m ]
 }
 
-@test "a rank that is silent is named" {
-    stop "$(rank_pid 1)"
-    run "$NIXL_FETCH" pull "$info" full:0 d/m --timeout 7s --path stream
-    kill -CONT "$(rank_pid 1)"
-    [ "$status" -eq 13 ]
-    has "rank 1 does not answer: the rank at 127.0.0.1:"
-    has "no other rank holds"
-    nothing_left
-    run -0 "$NIXL_FETCH" pull "$info" full:0 d/m
-}
-
 # extra DIRECTORY FILE NAME: gives a file of tensors one more, which is empty.
 extra()
 {

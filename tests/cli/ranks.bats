@@ -270,18 +270,6 @@ print(json.dumps(earlier[:3] + later[3:]))' "$info" later.json)}"
     done
 }
 
-@test "pull: Ctrl-C is exit status 130 and leaves nothing" {
-    # Waits for a step that never comes; its lock file says that it has begun.
-    "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- &
-    pull_pid=$!
-    timeout 30 sh -c 'until [ -e .d.fanin-lock ]; do sleep 0.02; done'
-    kill -INT "$pull_pid"
-    status=0
-    wait "$pull_pid" || status=$?
-    [ "$status" -eq 130 ]
-    [ -z "$(ls -A)" ]
-}
-
 @test "verify: equal, a changed byte, a missing tensor, another run" {
     "$NIXL_FETCH" pull "$info" --out d
     run -0 "$NIXL_FETCH" verify "$info" --dir d

@@ -199,18 +199,6 @@ END
     grep -q "rank 1 .* died" serve.err
 }
 
-@test "without replicas the pull names the rank that is gone" {
-    start_ranks --adapter-shape small --world-size 4 --keep-going
-    victim=$(rank_pid 2)
-    kill -KILL "$victim"
-    gone "$victim"
-    run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --timeout 3s --json
-    port=$("$FANIN_TEST_PYTHON" -c 'import json,sys; print(json.load(open(sys.argv[1]))["hosts"][2]["base_port"] + 2)' "$info")
-    has "127.0.0.1:$port"
-    [ ! -e d ]
-    stop_ranks
-}
-
 @test "a port in use is refused, names the port, and leaves no rank" {
     # Whether the port before it is free is luck: where it is not, that one is named.
     for _ in {1..10}; do

@@ -226,33 +226,6 @@ assert (config["model_type"], config["kv_lora_rank"], config["num_hidden_layers"
     run -0 "$NIXL_FETCH" bench "$info" full:0 --iterations 1 "${mappings[@]}"
     has "by 4 of the engine's ranks at once"
     stop_ranks
-    start_ranks --model qwen3-8b --full --layers 2 --shrink 64 --world-size 3 --replicate 3
-    "$NIXL_FETCH" list "$info" full:0 --json >keys.json
-    "$FANIN_TEST_PYTHON" - <<'END'
-import json
-tensors = []
-for number, key in enumerate(json.load(open("keys.json"))["keys"]):  # each transposed, some halved
-    shape = key["shape"]
-    stride = [2 * n for n in ([1, shape[0]] if len(shape) == 2 else [1])]
-    name = key["key"].split(":", 2)[2]
-    box = {"offset": [0] * len(shape), "extent": shape[:-1] + [shape[-1] // 2], "at": 0, "stride": stride}
-    boxes = [box, {**box, "offset": [0] * (len(shape) - 1) + box["extent"][-1:],
-                   "extent": shape[:-1] + [shape[-1] - box["extent"][-1]],
-                   "at": stride[-1] * box["extent"][-1]}]
-    tensors.append({"name": f"t{number}", "role": "parameter", "dtype": "BF16", "shape": shape,
-                    "stride": stride, "sources": [{"name": name, "dtype": "BF16", "shape": shape,
-                                                   "boxes": boxes[:1] if number % 3 == 0 else boxes}]})
-json.dump({"format": "fanin-mapping/1", "engine": {"name": "e", "version": "1"}, "model": "M",
-           "ranks": {}, "published": {"count": len(tensors), "digest": "", "unwanted": []},
-           "modules": [{"path": "a", "class": "A", "tensors": tensors}]}, open("m.json", "w"))
-END
-    run -0 --separate-stderr "$NIXL_FETCH" bench "$info" full:0 --iterations 1 --check-pattern \
-        --mapping m.json --mapping m.json --json
-    [ "$(field mappings)" = 2 ]
-    [ "$(field all_checked)" = true ]
-    run -14 "$NIXL_FETCH" bench "$info" full:0 --mapping "$support/mapping.json"
-    has "is not published"
-    stop_ranks
 }
 
 @test "bench: mappings that are none" {

@@ -3,9 +3,6 @@
 """make_adapter.py DIRECTORY    writes an adapter as PEFT and safetensors do: mixed dtypes, a
 module of another rank, odd sizes, and configuration fields that
 nobody but PEFT knows.
-
-make_adapter.py --flip DIRECTORY INDEX    inverts the last byte of that tensor in a file's order
-and prints its name.
 """
 import json
 import pathlib
@@ -39,23 +36,6 @@ def make(directory):
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
-def flip(directory, index):
-    path = directory / FILE
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        name, entry = sorted(header.items(), key=lambda item: item[1]["data_offsets"])[index]
-        file.seek(8 + size + entry["data_offsets"][1] - 1)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 0xFF]))
-    print(name)
-
-
-if len(sys.argv) == 2:
-    make(pathlib.Path(sys.argv[1]))
-elif len(sys.argv) == 4 and sys.argv[1] == "--flip":
-    flip(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
-else:
+if len(sys.argv) != 2:
     sys.exit(__doc__)
+make(pathlib.Path(sys.argv[1]))
