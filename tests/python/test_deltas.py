@@ -93,18 +93,6 @@ def test_a_step_after_the_other(world: World, reader: Reader) -> None:
         assert 0 < result.patch_bytes < whole / 10 and result.apply > 0 and result.verified
 
 
-def test_steps_that_were_missed(world: World, reader: Reader) -> None:
-    reader.pull()
-    for _ in range(3):
-        world.commit()
-    assert reader.pull().base_step == 1
-    for _ in range(6):  # more than are kept
-        world.commit(share=0.001)
-    assert "no patches from the step" in reader.pull().whole_because
-    world.commit()
-    assert reader.pull().base_step == world.step - 1
-
-
 def test_what_else_writes_the_memory(world: World, reader: Reader) -> None:
     """What is told is read whole; what is not is found by the ranks' digests."""
     reader.pull()
@@ -146,43 +134,6 @@ def test_a_relay_is_something_else(world: World, reader: Reader) -> None:
         relay.release()
         world.commit()
         assert "not known" in reader.pull().whole_because
-
-
-def test_without_the_proof(world: World, reader: Reader) -> None:
-    reader.pull(verify=False)
-    world.commit()
-    result = reader.pull(verify=False)
-    assert result.patch_bytes > 0 and not result.verified
-
-
-def test_a_step_that_changes_too_much(world: World, reader: Reader) -> None:
-    reader.pull()
-    world.commit(share=0.5)
-    assert "no patches from the step" in reader.pull().whole_because
-    world.commit()
-    assert reader.pull().patch_bytes > 0
-
-
-def test_an_aborted_update(world: World, reader: Reader) -> None:
-    """What it has written comes with the next step."""
-    reader.pull()
-    for server in world.ranks:
-        server.begin_update(RUN)
-    for one in world.now.values():
-        one[::50] += 1
-    for server in world.ranks:
-        server.abort_update(RUN)
-    world.commit()
-    assert reader.pull().base_step == 1
-
-
-def test_a_path_that_carries_no_patches(world: World) -> None:
-    world.commit()
-    reader = Reader(world, path="cma")
-    with reader.client:
-        reader.pull()
-        world.commit()
-        assert "path" in reader.pull().whole_because
 
 
 def test_refusals(world: World, reader: Reader) -> None:

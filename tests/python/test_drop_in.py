@@ -286,44 +286,6 @@ def test_memory_that_is_replaced_is_published(server: ParameterServer) -> None:
         assert (client.get(A) == 5).all()
 
 
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_tensors_are_never_torn(snapshot: bool) -> None:
-    """A writer in place and a reader without pause: all bytes of a fetch are of one step."""
-    shape = (64, 1024)
-    tensors = {key: np.zeros(shape, np.float32) for key in (A, B)}
-    with ParameterServer("s", port=0, snapshot=snapshot) as server:
-        with server.updating():
-            for key, tensor in tensors.items():
-                server.put(key, tensor)
-        stop = threading.Event()
-
-        def train() -> None:
-            value = 1.0
-            while not stop.is_set():
-                with server.updating():
-                    for tensor in tensors.values():
-                        tensor[: shape[0] // 2] = value
-                        tensor[shape[0] // 2 :] = value
-                value += 1
-                stop.wait(0.001)
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        try:
-            with connect(server) as client:
-                seen = set()
-                for _ in range(60):
-                    got = client.batch_get([A, B])
-                    values = {float(v) for tensor in got.values() for v in np.unique(tensor)}
-                    assert len(values) == 1
-                    assert client.step == values.copy().pop() + 1
-                    seen |= values
-                assert len(seen) > 1
-        finally:
-            stop.set()
-            thread.join()
-
-
 def test_half_written_tensors_are_not_read(server: ParameterServer) -> None:
     tensor, other = array(4), array(2)
     server.put(A, tensor)

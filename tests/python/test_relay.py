@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -19,7 +18,7 @@ import fanin
 import fanin.relay
 import numpy as np
 import pytest
-from local_world import PATIENCE, SLOWNESS, nixl_fetch
+from local_world import PATIENCE, nixl_fetch
 
 RUN, TENSORS = "full:0", 8
 
@@ -94,34 +93,6 @@ def test_a_fleet_has_each_step_and_reads_the_trainer_about_once(
     # Each has found others; a busy machine may bring a unit twice.
     assert sum(one["bytes_from_relays"] for one in told) > whole
     assert all(one["holders"] == 2 for one in told)
-
-
-def test_what_is_handed_on_is_of_the_step_when_the_trainer_has_gone_on(
-    trainer: Trainer, stack: ExitStack
-) -> None:
-    first, second = (stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(2))
-    trainer.commit(1)
-    into, later = trainer.empty(), trainer.empty()
-    first.pull_into(RUN, into, step=1, timeout=PATIENCE)
-    before = {name: value.copy() for name, value in into.items()}
-    trainer.commit(2)
-    second.pull_into(RUN, later, step=2, timeout=PATIENCE)  # the first has another step
-    assert trainer.holds(later)
-    assert second.stats()["bytes_from_relays"] == 0
-    assert all((into[name] == before[name]).all() for name in into)
-
-
-def test_released_memory_is_the_callers(trainer: Trainer, stack: ExitStack) -> None:
-    first, second = (stack.enter_context(fanin.Relay(trainer.addresses)) for _ in range(2))
-    trainer.commit(1)
-    into, later = trainer.empty(), trainer.empty()
-    first.pull_into(RUN, into, step=1, timeout=PATIENCE)
-    first.release()
-    first.release()
-    for value in into.values():
-        value[:] = 7
-    second.pull_into(RUN, later, step=1, timeout=PATIENCE)
-    assert trainer.holds(later)
 
 
 def test_the_memory_lives_as_long_as_it_is_lent(trainer: Trainer) -> None:
@@ -290,43 +261,6 @@ def test_a_child_may_not_use_it(trainer: Trainer, stack: ExitStack) -> None:
                 good += 1
         os._exit(0 if good == 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_relay_that_stops_before_it_confirms_is_done_without(stack: ExitStack) -> None:
-    trainer = Trainer(rows=16384)
-    stack.enter_context(trainer.server)
-    trainer.commit(1)
-    command = [nixl_fetch(), "relay", trainer.addresses[0], RUN]
-    holder = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-    stack.callback(holder.kill)
-    assert holder.stdout is not None and b"step 1 " in holder.stdout.readline()
-    into, stopped = trainer.empty(), 0.0
-
-    def stop(done: int, total: int) -> None:
-        nonlocal stopped
-        if not stopped:
-            holder.send_signal(signal.SIGSTOP)
-            stopped = time.monotonic()
-
-    with fanin.Relay(trainer.addresses) as relay:
-        relay.pull_into(RUN, into, step=1, timeout=PATIENCE, progress=stop)
-        # A client that waits for an answer waits 5 s: nobody is late for so long.
-        assert time.monotonic() - stopped < 4 * SLOWNESS
-    assert trainer.holds(into)
-
-
-def test_sites_hand_nothing_on_to_each_other(trainer: Trainer, stack: ExitStack) -> None:
-    places = ("east/r1", "west", "east/r2", "")
-    relays = [stack.enter_context(fanin.Relay(trainer.addresses, place=one)) for one in places]
-    trainer.commit(1)
-    for relay in relays:
-        into = trainer.empty()
-        relay.pull_into(RUN, into, step=1, timeout=PATIENCE)
-        assert trainer.holds(into)
-    told = [relay.stats() for relay in relays]
-    assert [one["holders"] for one in told] == [0, 0, 1, 0]
-    assert [told[i]["bytes_from_relays"] for i in (0, 1, 3)] == [0] * 3
-    assert [told[i]["bytes_handed_on"] for i in (1, 2, 3)] == [0] * 3
 
 
 @pytest.mark.parametrize("place", ["/", "a/", "a/b/c", "a b", "é", "x" * 64, "a\0"])

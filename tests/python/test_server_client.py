@@ -224,33 +224,6 @@ def test_fields_that_could_load_code_are_left_out(
 # ---------------------------------------------------------------------------------- processes
 
 
-@pytest.mark.parametrize("use_ucx", [False, True], ids=["no UCX", "auto"])
-def test_ranks_in_other_processes(use_ucx: bool, tmp_path: Path) -> None:
-    world = local_world.Processes(use_ucx)
-    try:
-        world.publish(1)
-        with fanin.Client(world.addresses, use_ucx=use_ucx) as client:
-            for step in (1, 2):
-                if step > 1:
-                    world.publish(step)
-                got = empty()
-                client.pull_into(0, got, step=step)
-                assert_step(got, step)
-                client.pull_adapter(0, tmp_path / f"{step}", step=step)
-                assert_step(load_file(tmp_path / f"{step}" / "adapter_model.safetensors"), step)
-            world.processes[1].kill()
-            world.processes[1].join()
-            with pytest.raises(fanin.FaninError) as caught:
-                client.pull_into(0, empty(), step=2, timeout=2)
-            assert caught.value.rank == 1 or world.addresses[1] in str(caught.value)
-    finally:
-        for pipe in (world.pipes[0], world.pipes[2]):
-            pipe.send(None)
-        for process in world.processes:
-            process.join(local_world.PATIENCE)
-    assert [p.exitcode for p in world.processes] == [0, -9, 0]
-
-
 # ---------------------------------------------------------------------------------- looking
 
 
