@@ -135,15 +135,8 @@ class Jobs:
         """How far the job is: state "running", "done" or "failed", and what belongs to it."""
         with self._lock:
             job = self._jobs.get(name)
-            report: dict[str, Any] = {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "state": "running",
-                "bytes": 0,
-                "total": 0,
-                "reused": False,
-                "transport": "",
-            }
+            report: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
+            report |= {"state": "running", "bytes": 0, "total": 0, "reused": False, "transport": ""}
             if job is None:
                 missing = NotFoundError.make(f"no pull {name} was started here", "start it")
                 return {**report, "state": "failed", "error": to_wire(missing)}

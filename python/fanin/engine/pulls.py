@@ -120,11 +120,7 @@ class Wanted:
     @property
     def how(self) -> dict[str, Any]:
         """Those arguments of :meth:`fanin.Client.pull_adapter`, as plain values."""
-        return {
-            "dtype": self.dtype,
-            "trust_config": self.trust_config,
-            "max_bytes": self.max_bytes,
-        }
+        return {name: getattr(self, name) for name in ("dtype", "trust_config", "max_bytes")}
 
 
 class StepToCome(Exception):
@@ -181,7 +177,8 @@ def _step_of(step: Any) -> int:
     try:
         return check_step(step)
     except RequestError as error:
-        raise RequestError.make(error.message, error.remedy, key="step") from None
+        error.key = "step"
+        raise
 
 
 @dataclass(frozen=True)
@@ -534,24 +531,20 @@ class PullService:
         deadline: float,
         progress: Progress | None,
         how: dict[str, Any],
-    ) -> Any:
-        """One pull, and what is remembered of it for the next."""
-        spare = self.spares.may(client, path.parent)
-        timeout = remaining(deadline)
+    ) -> tuple[Any, Lease]:
+        """One pull, and what is remembered of it for the next. *path* stays if it succeeds."""
+        lease = self.places.lease(path, deadline)
         try:
-            result = client.pull_adapter(
-                run,
-                str(path),
-                step=step,
-                timeout=timeout,
-                progress=progress,
-                spare_file=spare,
-                **how,
-            )
-        except FaninError as error:
-            raise refused_as_too_large(error, _TOO_LARGE) from None
+            how = {**how, "spare_file": self.spares.may(client, path.parent), "progress": progress}
+            left = remaining(deadline)
+            result = client.pull_adapter(run, str(path), step=step, timeout=left, **how)
+        except BaseException as error:
+            lease.release(delete=True)
+            if isinstance(error, FaninError):
+                raise refused_as_too_large(error, _TOO_LARGE) from None
+            raise
         self.spares.pulled(client, path.parent, int(result.bytes))
-        return result
+        return result, lease
 
     def _checked(
         self, client: Any, wanted: Wanted, target: Target, world: str, deadline: float
@@ -617,13 +610,8 @@ class PullService:
         deadline: float,
         progress: Progress | None,
     ) -> Adapter:
-        result, lease = self._leased(
-            plan.path,
-            deadline,
-            lambda: self._bring(
-                client, wanted.run, plan.path, wanted.step, deadline, progress, wanted.how
-            ),
-        )
+        what = client, wanted.run, plan.path, wanted.step
+        result, lease = self._bring(*what, deadline, progress, wanted.how)
         return self.arrived(
             wanted,
             plan,
@@ -638,15 +626,12 @@ class PullService:
     def arrived(self, wanted: Wanted, plan: Plan, **pulled: Any) -> Adapter:
         """The adapter of a pull that has succeeded; *pulled* are fields of it. Does not block."""
         self.places.spend(plan.path, plan.world, *wanted.place)
-        same = "name run step label source dtype trust_config".split()
+        asked = "name run step label source dtype trust_config".split()
+        found = "world path facts is_3d incarnations".split()
         return Adapter(
-            **{one: getattr(wanted, one) for one in same},
+            **{one: getattr(wanted, one) for one in asked},
+            **{one: getattr(plan, one) for one in found},
             addresses=plan.target.addresses,
-            world=plan.world,
-            path=plan.path,
-            facts=plan.facts,
-            is_3d=plan.is_3d,
-            incarnations=plan.incarnations,
             shown=self.pool.shown(plan.target),
             **pulled,
         )
@@ -659,23 +644,9 @@ class PullService:
         """
         deadline = time.monotonic() + float(job["timeout"])
         path = Path(job["path"])
-
-        def bring() -> Any:
-            with self.connected(job, deadline, path.parent) as client:
-                return self._bring(
-                    client, job["run"], path, int(job["step"]), deadline, progress, job["how"]
-                )
-
-        return self._leased(path, deadline, bring)
-
-    def _leased(self, path: Path, deadline: float, bring: Callable[[], Any]) -> tuple[Any, Lease]:
-        """What *bring* brings into *path*, which stays if that succeeds."""
-        lease = self.places.lease(path, deadline)
-        try:
-            return bring(), lease
-        except BaseException:
-            lease.release(delete=True)
-            raise
+        with self.connected(job, deadline, path.parent) as client:
+            what = client, job["run"], path, int(job["step"])
+            return self._bring(*what, deadline, progress, job["how"])
 
     def connected(
         self, job: dict[str, Any], deadline: float, folder: Path | None = None

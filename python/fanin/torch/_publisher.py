@@ -331,14 +331,10 @@ class Publisher:
                     )
                 if step is not None:
                     self._check_step(one, step)
-        if step is None:
-            with self._told_of_failure([(one, one.step or 0) for one in runs]):
-                self._continue(runs, None)
-            return
-        pairs = [(one, step) for one in runs]
+        pairs = [(one, (one.step or 0) if step is None else step) for one in runs]
         with self._told_of_failure(pairs):
             self._continue(runs, step)
-            with self._rewriting(pairs):
+            with self._rewriting([] if step is None else pairs):
                 pass
 
     def _continue(self, runs: list[OneRun], step: int | None) -> None:
@@ -424,11 +420,8 @@ class Publisher:
         if self._rank != 0:
             return None
         runs = self._all()
-        chosen: OneRun | None = None
-        if run is not None:
-            (chosen,) = self._named(run)
-        elif len(runs) == 1:
-            (chosen,) = runs
+        meant = runs if run is None else self._named(run)
+        chosen = meant[0] if len(meant) == 1 else None
         if step is None and chosen is not None:
             step = chosen.step
         info = TrainerInfo(
@@ -555,19 +548,13 @@ class Publisher:
 
     def _checked_deltas(self, deltas: int) -> int:
         """Raises RequestError: so many patches cannot be kept."""
-        if isinstance(deltas, bool) or not isinstance(deltas, int) or not 0 <= deltas <= _MOST:
-            raise RequestError.make(
-                f"deltas is {deltas!r}",
-                f"give how many patches to keep, 0 to {_MOST}",
-                key="deltas",
-            )
-        if deltas and not self._snapshot:
-            raise RequestError.make(
-                f"deltas is {deltas} without snapshot: what has changed is found in copies",
-                "give snapshot=True as well, which takes twice the memory of what is published",
-                key="deltas",
-            )
-        return deltas
+        why, remedy = f"deltas is {deltas!r}", f"give how many patches to keep, 0 to {_MOST}"
+        if not isinstance(deltas, bool) and isinstance(deltas, int) and 0 <= deltas <= _MOST:
+            if self._snapshot or not deltas:
+                return deltas
+            why += " without snapshot: what has changed is found in copies"
+            remedy = "give snapshot=True as well, which takes twice the memory of what is published"
+        raise RequestError.make(why, remedy, key="deltas")
 
     def _register(self, server: Server, source: Source) -> OneRun:
         shards = self._casting.marked([*source.change.shards, *source.others], source.kept)
