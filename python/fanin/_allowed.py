@@ -125,10 +125,7 @@ def _refusal(what: str, key: str, else_: str) -> RequestError:
 
 
 def check_by_config(
-    text: str,
-    path: str | None,
-    addresses: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
+    text: str, path: str | None, addresses: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> None:
     """:func:`check` where vLLM's or SGLang's own routes name a trainer, if there is a list.
 

@@ -391,11 +391,7 @@ def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
 
 
 def _answers(
-    engine: Any,
-    method: str,
-    fields: dict[str, Any],
-    timeout: float,
-    api_key: str | None = None,
+    engine: Any, method: str, fields: dict[str, Any], timeout: float, api_key: str | None = None
 ) -> tuple[list[dict[str, Any]], int]:
     """What the workers of *engine* answer that could be heard, and how many there are."""
     if isinstance(engine, str):

@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 
 from . import _ffi
 from ._calls import Use
-from ._library import (
-    c_string,
-    check,
-    integer,
-    milliseconds,
-    new_error,
-    text,
-)
+from ._library import c_string, check, integer, milliseconds, new_error, text
 from ._log import log_target
 from ._options import ClientOptions, filled, takes
 from ._puller import Puller, Report, c_addresses, finish, set_max_bytes
@@ -467,12 +460,7 @@ class Client(Puller):
         return found
 
     def catalog(
-        self,
-        run: str | int,
-        name: str | None = None,
-        timeout: float = 5.0,
-        *,
-        owners: bool = True,
+        self, run: str | int, name: str | None = None, timeout: float = 5.0, *, owners: bool = True
     ) -> list[Entry]:
         """The run's tensors in order of their names, with every rank's boxes.
 

@@ -57,8 +57,7 @@ def check_step(step: int) -> int:
     """The step, if it is an integer from 0 to 2**64 - 1; RequestError otherwise."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         raise RequestError.make(
-            f"step {step!r} is not an integer from 0 to {MAX_STEP}",
-            "count optimizer steps",
+            f"step {step!r} is not an integer from 0 to {MAX_STEP}", "count optimizer steps"
         )
     return step
 

@@ -184,11 +184,7 @@ class Server(ClosableHandle):
     # ------------------------------------------------------------------------------ the shards
 
     def put(
-        self,
-        run: Run,
-        shards: Iterable[Shard] | PackedTensors,
-        *,
-        replace: bool = False,
+        self, run: Run, shards: Iterable[Shard] | PackedTensors, *, replace: bool = False
     ) -> None:
         """Registers this rank's shards of *run*, all or none.
 
@@ -399,9 +395,7 @@ class Server(ClosableHandle):
             PullTimeoutError: the stream of a commit took more than 60 s.
         """
         self._call(
-            self._library.fanin_server_pause,
-            _c_publication(run),
-            c_string(reason, "the reason"),
+            self._library.fanin_server_pause, _c_publication(run), c_string(reason, "the reason")
         )
 
     def resume(self, run: Run) -> None:

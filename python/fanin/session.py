@@ -138,10 +138,7 @@ class PullSession(ClosableHandle):
         def call(use: Use, handle: ctypes.c_void_p) -> PullResult:
             try:
                 self._client._run(
-                    use,
-                    self._library.fanin_session_end,
-                    ctypes.byref(handle),
-                    ctypes.byref(result),
+                    use, self._library.fanin_session_end, ctypes.byref(handle), ctypes.byref(result)
                 )
                 return pull_result(self._library, result)
             finally:

@@ -90,13 +90,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
 
-    def start(
-        self,
-        name: str,
-        work: Callable[[Progress], Done],
-        *,
-        again: bool = False,
-    ) -> None:
+    def start(self, name: str, work: Callable[[Progress], Done], *, again: bool = False) -> None:
         """Runs *work* in a thread, unless a job of that name runs or has succeeded.
 
         again: also if it has succeeded. The worker keeps the result until the job is dropped.

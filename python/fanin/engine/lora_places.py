@@ -105,9 +105,7 @@ def _other(width: Width, is_a: bool, shape: Sequence[int]) -> str:
 
 
 def _halved(
-    module: str,
-    pair: dict[bool, tuple[int, Sequence[int]]],
-    all_of_them: dict[str, Any],
+    module: str, pair: dict[bool, tuple[int, Sequence[int]]], all_of_them: dict[str, Any]
 ) -> Iterator[tuple[int, str]]:
     if len(pair) == 1:
         ((is_a, (number, _)),) = pair.items()

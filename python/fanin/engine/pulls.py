@@ -22,14 +22,7 @@ from typing import Any, TypeAlias
 
 from fanin.engine import checks
 from fanin.engine.checks import AdapterFacts, EngineFacts
-from fanin.engine.clients import (
-    ClientPool,
-    Source,
-    Target,
-    incarnations_of,
-    is_outlived,
-    remaining,
-)
+from fanin.engine.clients import ClientPool, Source, Target, incarnations_of, is_outlived, remaining
 from fanin.engine.directories import Lease, Places
 from fanin.engine.faults import refused_as_too_large
 from fanin.engine.spares import Spares
@@ -603,12 +596,7 @@ class PullService:
             self._placed.add((digest, is_3d))
 
     def _transfer(
-        self,
-        client: Any,
-        plan: Plan,
-        wanted: Wanted,
-        deadline: float,
-        progress: Progress | None,
+        self, client: Any, plan: Plan, wanted: Wanted, deadline: float, progress: Progress | None
     ) -> Adapter:
         what = client, wanted.run, plan.path, wanted.step
         result, lease = self._bring(*what, deadline, progress, wanted.how)
@@ -668,10 +656,7 @@ class PullService:
                 return
             self._warned.add((adapter.world, adapter.run))
         _log.warning(
-            "fanin: run %s was trained on %s, and this engine serves %s",
-            adapter.run,
-            base,
-            served,
+            "fanin: run %s was trained on %s, and this engine serves %s", adapter.run, base, served
         )
 
     def close(self) -> None:

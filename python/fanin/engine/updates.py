@@ -126,8 +126,7 @@ class Updates:
         """An update begins. Raises StateError if one is under way."""
         if self._open:
             raise self._refuse(
-                "start_weight_update while an update is under way",
-                "update and finish it first",
+                "start_weight_update while an update is under way", "update and finish it first"
             )
         self._open, self._pulled = True, None
 

@@ -156,12 +156,7 @@ class SyncClient:
         deadline = time.monotonic() + timeout
         try:
             reply = ask_json(
-                "POST",
-                self.url,
-                f"/api/v1/{route}",
-                body,
-                deadline=deadline,
-                api_key=self._api_key,
+                "POST", self.url, f"/api/v1/{route}", body, deadline=deadline, api_key=self._api_key
             )
         except FAILURES as error:
             why = "no answer in time" if isinstance(error, TimeoutError) else str(error)

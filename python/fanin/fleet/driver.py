@@ -288,8 +288,7 @@ class Driver(ABC):
             problem = f"have it of different launches of the trainer: {several}"
             remedy = "the trainer was started again meanwhile: sync again"
         raise PeerError.make(
-            f"{self.wire.url}: its workers hold step {pulled.step}, and {problem}",
-            remedy,
+            f"{self.wire.url}: its workers hold step {pulled.step}, and {problem}", remedy
         )
 
     def _version(self, reply: Reply, path: str, remedy: str) -> str:

@@ -60,10 +60,7 @@ class SGLang(Driver):
             raise self.wire.refusal(reply, "/server_info", "check the URL")
         loaders = body.get("custom_weight_loader")
         if isinstance(loaders, list) and LOADER not in loaders:
-            raise RequestError.make(
-                f"{self.wire.url} has no loader {LOADER}",
-                self._START,
-            )
+            raise RequestError.make(f"{self.wire.url} has no loader {LOADER}", self._START)
         for key, name in (("dp_size", "data"), ("pp_size", "pipeline")):
             size = body.get(key)
             if isinstance(size, int) and size > 1:

@@ -106,10 +106,7 @@ class VLLM(Driver):
             return "a worker reads nothing ahead"
         why = str(failed[0].get("why"))
         if failed[0].get("code") == "FANIN_ERR_SUPERSEDED":
-            raise SupersededError.make(
-                f"{self.wire.url}: {why}",
-                "sync the newest step",
-            )
+            raise SupersededError.make(f"{self.wire.url}: {why}", "sync the newest step")
         return why
 
     def update(self, info: InitInfo, step: int, options: Options, deadline: float) -> None:
@@ -159,8 +156,7 @@ class VLLM(Driver):
         good = isinstance(found, list) and found and all(isinstance(one, dict) for one in found)
         if not isinstance(found, list) or not good or "dirty" not in found[0]:
             raise PeerError.make(
-                f"{self.wire.url} does not say what its workers hold",
-                self._PLUGIN,
+                f"{self.wire.url} does not say what its workers hold", self._PLUGIN
             )
         return found
 

@@ -17,20 +17,8 @@ from fanin._http import FAILURES, Reply, base_url, checked_key, post_json
 from fanin._options import handed_on
 from fanin._otel import carry, span
 from fanin.client import Client
-from fanin.errors import (
-    CancelledError,
-    FaninError,
-    RequestError,
-    UnreachableError,
-)
-from fanin.info import (
-    Target,
-    TrainerInfo,
-    addresses_of,
-    path_of,
-    split_address,
-    wait_stable,
-)
+from fanin.errors import CancelledError, FaninError, RequestError, UnreachableError
+from fanin.info import Target, TrainerInfo, addresses_of, path_of, split_address, wait_stable
 from fanin.names import AdapterName, check_run, check_step, parse
 
 from .driver import CODES

@@ -16,15 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fanin._http import checked_key
-from fanin._http_server import (
-    Answer,
-    HttpServer,
-    Receive,
-    Request,
-    Send,
-    asgi_answer,
-    asgi_body,
-)
+from fanin._http_server import Answer, HttpServer, Receive, Request, Send, asgi_answer, asgi_body
 from fanin._otel import within
 from fanin.engine.faults import body_of, status_of
 from fanin.errors import (

@@ -275,10 +275,7 @@ class Mapping:
     # ------------------------------------------------------------------ onto memory
 
     def shards(
-        self,
-        live: Any,
-        modules: Iterable[str] | None = None,
-        bridges: list[Bridge] | None = None,
+        self, live: Any, modules: Iterable[str] | None = None, bridges: list[Bridge] | None = None
     ) -> list[Shard]:
         """One shard for each parameter or buffer and published tensor, in the model's order.
 

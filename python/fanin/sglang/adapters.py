@@ -46,14 +46,7 @@ from fanin.errors import (
     StaleError,
     UnreachableError,
 )
-from fanin.info import (
-    Target,
-    TrainerInfo,
-    addresses_of,
-    client_arguments,
-    is_path,
-    read_info,
-)
+from fanin.info import Target, TrainerInfo, addresses_of, client_arguments, is_path, read_info
 from fanin.names import AdapterName, run_of
 
 _log = logging.getLogger("fanin.sglang")

@@ -199,8 +199,7 @@ def format_of(quantize: Any, skip_modules: Any = None) -> Format | None:
 
 def _refusal(key: str, value: Any) -> RequestError:
     return RequestError.make(
-        f"quantize has {key} {json.dumps(value, default=str)}, which fanin does not make",
-        _EXAMPLES,
+        f"quantize has {key} {json.dumps(value, default=str)}, which fanin does not make", _EXAMPLES
     )
 
 

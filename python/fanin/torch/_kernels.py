@@ -17,14 +17,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _bf16(
-    address,
-    offsets,
-    mask,
-    KIND: tl.constexpr,
-    MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _bf16(address, offsets, mask, KIND: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
     if KIND == 0:
         source = address.to(tl.pointer_type(tl.bfloat16)) + offsets
     elif KIND == 1:

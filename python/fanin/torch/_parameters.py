@@ -393,10 +393,7 @@ class Parameters:
         if self._versions:
             for i, (lent, now) in enumerate(zip(self._lent, self._counted(), strict=True)):
                 then, lawful = before.get(id(lent.param), now), self._versions[i]
-                self._versions[i] = (
-                    lawful[0] + now[0] - then[0],
-                    lawful[1] + now[1] - then[1],
-                )
+                self._versions[i] = (lawful[0] + now[0] - then[0], lawful[1] + now[1] - then[1])
 
     def take_back(self) -> None:
         """Nobody reads the memory any more: writes do not matter."""

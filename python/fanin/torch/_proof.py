@@ -17,14 +17,7 @@ import torch
 
 from fanin._digest import box_digests, digest_sum
 from fanin._dtypes import NARROWED
-from fanin._served import (
-    Held,
-    Layout,
-    digests_of,
-    publication_for,
-    room_for,
-    scaled,
-)
+from fanin._served import Held, Layout, digests_of, publication_for, room_for, scaled
 from fanin._tensors import Box, Shard, shard_of
 from fanin.errors import FaninError, NotFoundError, StateError
 from fanin.server import Server

@@ -192,8 +192,7 @@ class Quantizer:
             work = self._work_of(makers)
             shared = (job for job in work.jobs if job.shared is not None)
             self._rest(
-                work,
-                [(job, maxima(job.values, job.at, job.block, self._room)) for job in shared],
+                work, [(job, maxima(job.values, job.at, job.block, self._room)) for job in shared]
             )
 
     def shares(self, name: str) -> bool:

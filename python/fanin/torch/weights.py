@@ -408,8 +408,7 @@ class WeightServer(Publisher):
             place = f"fanin/{token}/meeting"
             self._meetings[publication] = Meeting(store, place, publication, ranks.rank, ranks.size)
         self._replicas[publication] = replicas_of(
-            *(ranks, token, publication),
-            replicated(everyone, texts, ranks.rank),
+            *(ranks, token, publication), replicated(everyone, texts, ranks.rank)
         )
         everywhere = frozenset().union(*(answer.kept for answer in answers))
         everywhere -= self._casting.believed(everywhere)

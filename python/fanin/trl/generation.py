@@ -284,11 +284,7 @@ class PullMixin:
         if isinstance(max_lag, bool) or not isinstance(max_lag, int) or max_lag < 0:
             raise RequestError.make(f"max_lag {max_lag!r} is no number of steps", "give 0 or more")
         make = functools.partial(
-            _Generation,
-            publish=publish,
-            lora_name=lora_name,
-            max_lag=max_lag,
-            timeout=pull_timeout,
+            _Generation, publish=publish, lora_name=lora_name, max_lag=max_lag, timeout=pull_timeout
         )
         with _in_place_of_trls(type(self), make):
             super().__init__(*args, **kwargs)

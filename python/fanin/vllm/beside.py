@@ -50,10 +50,7 @@ class Shadow:
     """
 
     def __init__(
-        self,
-        landing: MappedLanding,
-        workers: int = 1,
-        asking: Asking | None = None,
+        self, landing: MappedLanding, workers: int = 1, asking: Asking | None = None
     ) -> None:
         self._landing = landing
         layouts: dict[tuple[str, str], Any] = {}

@@ -101,8 +101,7 @@ def _infos(model: Any, layerwise: Any) -> list[Any]:
             )
         if info.can_load():
             raise StateError.make(
-                f"vLLM is in the middle of a weight update of module '{path}'",
-                "finish it first",
+                f"vLLM is in the middle of a weight update of module '{path}'", "finish it first"
             )
         found.append(info)
     return found

@@ -223,20 +223,11 @@ _SERVED = "tests/engines/test_vllm_"
 METHODS: tuple[tuple[Callable[..., Any], str], ...] = (
     (fanin_start_pull, _JOB),
     (fanin_poll_pull, _JOB),
-    (
-        fanin_add_lora,
-        _SERVED + "slots.py::test_an_adapter_is_added_under_numbers_and_forgotten",
-    ),
+    (fanin_add_lora, _SERVED + "slots.py::test_an_adapter_is_added_under_numbers_and_forgotten"),
     (fanin_drop_adapter, _JOB),
     (fanin_model_facts, "tests/python/test_shared_pulls.py::test_facts_of_the_engine"),
-    (
-        fanin_lora_places,
-        _SERVED + "serving.py::test_an_adapter_without_a_place_is_refused",
-    ),
-    (
-        fanin_check_weights,
-        _SERVED + "weights.py::test_what_the_engine_holds_is_compared",
-    ),
+    (fanin_lora_places, _SERVED + "serving.py::test_an_adapter_without_a_place_is_refused"),
+    (fanin_check_weights, _SERVED + "weights.py::test_what_the_engine_holds_is_compared"),
     (fanin_served_digests, _SERVED + "served.py::test_what_is_trained_is_served"),
     (fanin_served_adapter, _SERVED + "lora_held.py::test_what_is_trained_is_held"),
     (fanin_weights_state, "tests/python/test_sync_ahead.py::test_a_worker_without_fanin"),
@@ -273,11 +264,7 @@ def places_in(worker: Any, tensors: Iterable[tuple[str, Sequence[int]]], is_3d: 
         return module in modules or any(name in modules for name in parents)
 
     return judge(
-        tensors,
-        _parser(manager),
-        widths,
-        unwrapped,
-        lambda module: f"{module}.".startswith(away),
+        tensors, _parser(manager), widths, unwrapped, lambda module: f"{module}.".startswith(away)
     )
 
 
