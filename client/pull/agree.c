@@ -383,8 +383,8 @@ static bool is_gone(const fanin_client *client, const bool *use, size_t peer)
     return !use[peer] && !peer_ready(&client->peers[peer]);
 }
 
-static bool suffice(fanin_client *client, const publication *p, const bool *use,
-                    deadline at)
+bool agree_suffice(fanin_client *client, const publication *p, const bool *use,
+                   deadline at)
 {
     bool enough = false;
     return agree_sufficient(client, p, use, at, &enough, NULL) == FANIN_OK && enough;
@@ -404,7 +404,7 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
         first = i;
         unknown = tables_at_hand(p, i) ? unknown : i;
     }
-    if (!held || first == n || !p->keys || !suffice(client, p, held, at)) {
+    if (!held || first == n || !p->keys || !agree_suffice(client, p, held, at)) {
         free(held);
         return unknown < n ? unknown : first;
     }
@@ -413,7 +413,7 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
         if (!is_gone(client, use, i) || !held[i])
             continue;
         held[i] = false;
-        held[i] = !suffice(client, p, held, at);
+        held[i] = !agree_suffice(client, p, held, at);
         needed = held[i] && needed == n ? i : needed;
     }
     free(held);

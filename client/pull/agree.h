@@ -46,5 +46,8 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
 fanin_status agree_sufficient(fanin_client *client, const publication *p,
                               const bool *use, deadline at, bool *enough,
                               fanin_error *error);
+/** Whether they do, and it is known by @p at. */
+bool agree_suffice(fanin_client *client, const publication *p, const bool *use,
+                   deadline at);
 
 #endif

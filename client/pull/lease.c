@@ -130,35 +130,34 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     turn_ended(t, c, TRACE_BEGIN, t->error.status);
 }
 
-fanin_status lease_round_begin(fanin_client *client, const publication *p,
-                               const announcement *announced, const bool *use,
-                               reader_lease *leases, deadline at, fanin_error *error)
+fanin_status lease_round_begin(pull *p, fanin_error *error)
 {
+    fanin_client *client = p->client;
     turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!use[i])
-            lease_give_back(client, i, &leases[i]);
-        if (!use[i] || leases[i].held)
+        if (!p->needed[i])
+            lease_give_back(client, i, &p->leases[i]);
+        if (!p->needed[i] || p->leases[i].held)
             continue;
         connection *c = client->peers[i].control;
         uint64_t request = connection_next_request(c);
         turns[i] = (turn){.left = &left,
-                          .lease = &leases[i],
+                          .lease = &p->leases[i],
                           .begin = request,
                           .client = client,
                           .asked_ns = clock_ns(),
                           .error = FANIN_ERROR_INIT};
         left++;
-        msg_begin m = {.step = announced[i].step,
-                       .catalog_version = announced[i].version};
-        snprintf(m.publication, sizeof m.publication, "%s", p->name);
+        msg_begin m = {.step = p->announced[i].step,
+                       .catalog_version = p->announced[i].version};
+        snprintf(m.publication, sizeof m.publication, "%s", p->publication->name);
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
     }
-    return run_round(client, turns, &left, at, TRACE_BEGIN, error);
+    return run_round(client, turns, &left, p->at, TRACE_BEGIN, error);
 }
 
 /* --------------------------------------------------------------------- end */
@@ -210,29 +209,27 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
 }
 
 /* A rank sees nothing of one-sided reads unless it is told. */
-static msg_end end_message(const publication *p, size_t peer, const reader_lease *lease,
-                           const served *served)
+static msg_end end_message(const pull *p, size_t peer)
 {
-    const path_reader *path = path_taken(p, peer)->path;
+    const path_reader *path = path_taken(p->publication, peer)->path;
+    const uint64_t *bytes = &p->result->served[peer].bytes;
     msg_end m = {0};
     if (path && path->told_at > 0)
-        memcpy((char *)&m + path->told_at, &served->bytes, sizeof served->bytes);
-    memcpy(m.token, lease->token, sizeof m.token);
+        memcpy((char *)&m + path->told_at, bytes, sizeof *bytes);
+    memcpy(m.token, p->leases[peer].token, sizeof m.token);
     return m;
 }
 
 /* Whether those that have served can still say so: an older rank would take the lease back, and one
    whose lease an earlier answer has ended confirms nothing. */
-static fanin_status check_confirms(const fanin_client *client,
-                                   const reader_lease *leases, const served *served,
-                                   fanin_error *error)
+static fanin_status check_confirms(const pull *p, fanin_error *error)
 {
-    for (size_t i = 0; i < client->n_peers; i++) {
-        const connection *c = client->peers[i].control;
-        if (!served[i].used)
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        const connection *c = p->client->peers[i].control;
+        if (!p->result->served[i].used)
             continue;
         error_place place = connection_place(c, "end");
-        if (!leases[i].held)
+        if (!p->leases[i].held)
             return error_set(error, FANIN_ERR_STALE, &place,
                              "the lease of rank %u at %s has ended already",
                              connection_peer(c)->rank, connection_text(c));
@@ -248,82 +245,68 @@ static fanin_status check_confirms(const fanin_client *client,
 }
 
 /* Whether the end, or the confirmation, of the peer's lease is asked for. */
-static bool is_due(const reader_lease *lease, const served *served, bool keep)
+static bool is_due(const pull *p, size_t peer, bool keep)
 {
-    return lease->held && (!keep || served->used);
+    return p->leases[peer].held && (!keep || p->result->served[peer].used);
 }
 
 /* @p keep: only of those that served, whose leases stay. */
-static void send_ends(fanin_client *client, const publication *p,
-                      const announcement *announced, reader_lease *leases,
-                      const served *served, bool keep, turn *turns, size_t *left)
+static void send_ends(pull *p, bool keep, turn *turns, size_t *left)
 {
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (!is_due(&leases[i], &served[i], keep))
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        connection *c = p->client->peers[i].control;
+        if (!is_due(p, i, keep))
             continue;
-        msg_end m = end_message(p, i, &leases[i], &served[i]);
+        msg_end m = end_message(p, i);
         m.keep = keep;
         turns[i].left = left;
-        turns[i].lease = &leases[i];
-        turns[i].step = announced[i].step;
+        turns[i].lease = &p->leases[i];
+        turns[i].step = p->announced[i].step;
         turns[i].keeps = keep;
-        turns[i].client = client;
+        turns[i].client = p->client;
         turns[i].asked_ns = clock_ns();
         turns[i].error = (fanin_error)FANIN_ERROR_INIT;
         send_end(c, &m, on_ended, &turns[i]);
     }
 }
 
-static size_t count_due(const fanin_client *client, const reader_lease *leases,
-                        const served *served, bool keep)
+static size_t count_due(const pull *p, bool keep)
 {
     size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++)
-        n += is_due(&leases[i], &served[i], keep);
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        n += is_due(p, i, keep);
     return n;
 }
 
-static fanin_status end_round(fanin_client *client, const publication *p,
-                              const announcement *announced, reader_lease *leases,
-                              const served *served, bool keep, deadline at,
-                              fanin_error *error)
+static fanin_status end_round(pull *p, bool keep, fanin_error *error)
 {
-    turn *turns = calloc(client->n_peers, sizeof *turns);
+    turn *turns = calloc(p->client->n_peers, sizeof *turns);
     if (!turns)
         return error_set_memory(error);
-    size_t left = count_due(client, leases, served, keep);
-    send_ends(client, p, announced, leases, served, keep, turns, &left);
-    return run_round(client, turns, &left, at, TRACE_END, error);
+    size_t left = count_due(p, keep);
+    send_ends(p, keep, turns, &left);
+    return run_round(p->client, turns, &left, p->at, TRACE_END, error);
 }
 
-fanin_status lease_round_end(fanin_client *client, const publication *p,
-                             const announcement *announced, reader_lease *leases,
-                             const served *served, deadline at, fanin_error *error)
+fanin_status lease_round_end(pull *p, fanin_error *error)
 {
-    return end_round(client, p, announced, leases, served, false, at, error);
+    return end_round(p, false, error);
 }
 
-fanin_status lease_round_confirm(fanin_client *client, const publication *p,
-                                 const announcement *announced, reader_lease *leases,
-                                 const served *served, deadline at, fanin_error *error)
+fanin_status lease_round_confirm(pull *p, fanin_error *error)
 {
-    fanin_status status = check_confirms(client, leases, served, error);
-    return status == FANIN_OK
-               ? end_round(client, p, announced, leases, served, true, at, error)
-               : status;
+    fanin_status status = check_confirms(p, error);
+    return status == FANIN_OK ? end_round(p, true, error) : status;
 }
 
-fanin_status lease_confirm_later(fanin_client *client, const publication *p,
-                                 const announcement *announced, reader_lease *leases,
-                                 const served *served, confirmed_fn fn, void *cookie,
+fanin_status lease_confirm_later(pull *p, confirmed_fn fn, void *cookie,
                                  confirmation **list, fanin_error *error)
 {
-    fanin_status status = check_confirms(client, leases, served, error);
+    fanin_status status = check_confirms(p, error);
     if (status != FANIN_OK)
         return status;
     confirmation *c = calloc(1, sizeof *c);
-    turn *turns = calloc(client->n_peers, sizeof *turns);
+    turn *turns = calloc(p->client->n_peers, sizeof *turns);
     if (!c || !turns) {
         free(c);
         free(turns);
@@ -332,14 +315,14 @@ fanin_status lease_confirm_later(fanin_client *client, const publication *p,
     *c = (confirmation){.list = list,
                         .next = *list,
                         .turns = turns,
-                        .left = 1 + count_due(client, leases, served, true),
-                        .n = client->n_peers,
+                        .left = 1 + count_due(p, true),
+                        .n = p->client->n_peers,
                         .fn = fn,
                         .cookie = cookie};
     *list = c;
     for (size_t i = 0; i < c->n; i++)
         turns[i].later = c;
-    send_ends(client, p, announced, leases, served, true, turns, &c->left);
+    send_ends(p, true, turns, &c->left);
     if (--c->left == 0) /* nobody was to be asked, or all have been lost */
         tell_confirmed(c);
     return FANIN_OK;
@@ -359,16 +342,15 @@ void lease_confirm_forget(fanin_client *client, confirmation **list)
     }
 }
 
-void lease_round_leave(fanin_client *client, const publication *p, reader_lease *leases,
-                       const served *served)
+void lease_round_leave(pull *p)
 {
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (!leases[i].held || !peer_ready(&client->peers[i]))
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        if (!p->leases[i].held || !peer_ready(&p->client->peers[i]))
             continue;
-        msg_end m = end_message(p, i, &leases[i], &served[i]);
+        msg_end m = end_message(p, i);
         m.quiet = true;
-        send_end(client->peers[i].control, &m, NULL, NULL);
-        leases[i].held = false;
+        send_end(p->client->peers[i].control, &m, NULL, NULL);
+        p->leases[i].held = false;
     }
 }
 
@@ -466,8 +448,7 @@ static bool early_lease_holds(pull *p)
 fanin_status pull_begin(pull *p, fanin_error *error)
 {
     uint64_t asked_ns = early_lease_holds(p) ? p->early.since_ns : clock_ns();
-    fanin_status status = lease_round_begin(p->client, p->publication, p->announced,
-                                            p->needed, p->leases, p->at, error);
+    fanin_status status = lease_round_begin(p, error);
     if (status != FANIN_OK)
         return status;
     path_end_ahead(&p->goal);
@@ -485,8 +466,7 @@ fanin_status pull_begin(pull *p, fanin_error *error)
 
 fanin_status pull_end(pull *p, fanin_error *error)
 {
-    fanin_status status = lease_round_end(p->client, p->publication, p->announced,
-                                          p->leases, p->result->served, p->at, error);
+    fanin_status status = lease_round_end(p, error);
     if (status == FANIN_OK)
         p->state = p->delta ? PULL_APPLY : PULL_PUBLISH;
     return status;

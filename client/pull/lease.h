@@ -20,42 +20,33 @@ fanin_status pull_begin(pull *p, fanin_error *error); /**< PULL_BEGIN */
 fanin_status pull_end(pull *p, fanin_error *error);   /**< PULL_END */
 
 /**
- * Conditional begins (step, catalog version) on all peers with use[i] whose lease is not held yet;
- * one that is held of another peer is given back. FANIN_OK: all granted.
+ * Conditional begins (step, catalog version) on all peers that are needed and whose lease is not
+ * held yet; one that is held of another peer is given back. FANIN_OK: all granted.
  * FANIN_ERR_STALE: a rank has moved on (says which; not a stale read); what was granted stays
- * in @p leases and must be given back with lease_round_abandon().
+ * and must be given back with lease_round_abandon().
  */
-fanin_status lease_round_begin(fanin_client *client, const publication *p,
-                               const announcement *announced, const bool *use,
-                               reader_lease *leases, deadline at, fanin_error *error);
+fanin_status lease_round_begin(pull *p, fanin_error *error);
 
-/** Ends all held leases, and tells each rank what of @p served, one a peer, it did not see.
-    FANIN_ERR_STALE: a rank's epoch has gone, the bytes must not be used. */
-fanin_status lease_round_end(fanin_client *client, const publication *p,
-                             const announcement *announced, reader_lease *leases,
-                             const served *served, deadline at, fanin_error *error);
+/** Ends all held leases, and tells each rank what of the bytes it did not see. FANIN_ERR_STALE: a
+    rank's epoch has gone, the bytes must not be used. */
+fanin_status lease_round_end(pull *p, fanin_error *error);
 
-/** Asks those that @p served whether all that was read so far is of the step for good; the leases
+/** Asks those that have served whether all that was read so far is of the step for good; the leases
     stay. Errors as of the end, and FANIN_ERR_UNSUPPORTED: a rank of an older release. */
-fanin_status lease_round_confirm(fanin_client *client, const publication *p,
-                                 const announcement *announced, reader_lease *leases,
-                                 const served *served, deadline at, fanin_error *error);
+fanin_status lease_round_confirm(pull *p, fanin_error *error);
 
 /** One that is not waited for: @p fn hears of it, in the loop, once. */
 typedef void (*confirmed_fn)(void *cookie, fanin_status status, const fanin_error *why);
 typedef struct confirmation confirmation;
 /** Asks as lease_round_confirm(). Until all have answered it is in *@p list, which must stay.
     After an error @p fn is not called. */
-fanin_status lease_confirm_later(fanin_client *client, const publication *p,
-                                 const announcement *announced, reader_lease *leases,
-                                 const served *served, confirmed_fn fn, void *cookie,
+fanin_status lease_confirm_later(pull *p, confirmed_fn fn, void *cookie,
                                  confirmation **list, fanin_error *error);
 /** Those of the list are not waited for any more, and their functions not called. */
 void lease_confirm_forget(fanin_client *client, confirmation **list);
 
 /** Ends all held leases as lease_round_end(), of bytes that are confirmed: waits for no answer. */
-void lease_round_leave(fanin_client *client, const publication *p, reader_lease *leases,
-                       const served *served);
+void lease_round_leave(pull *p);
 /** Gives leases back without waiting for an answer. */
 void lease_round_abandon(fanin_client *client, reader_lease *leases);
 /** The same of one peer's, if it is held. */

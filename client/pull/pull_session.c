@@ -226,8 +226,7 @@ static fanin_status confirm_session(fanin_session *s)
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = look_at_ranks(s, &why);
     if (status == FANIN_OK)
-        status = lease_round_confirm(s->client, p->publication, p->announced, p->leases,
-                                     p->result->served, p->at, &why);
+        status = lease_round_confirm(p, &why);
     return status == FANIN_OK ? FANIN_OK : pull_overtaken(p, &why, &s->failed);
 }
 
@@ -251,9 +250,7 @@ fanin_status pull_session_confirm_later(fanin_session *s, confirmed_fn fn, void 
         return error_copy(error, &s->failed);
     fanin_status status = look_at_ranks(s, error);
     return status == FANIN_OK
-               ? lease_confirm_later(s->client, p->publication, p->announced, p->leases,
-                                     p->result->served, fn, cookie, &s->confirmations,
-                                     error)
+               ? lease_confirm_later(p, fn, cookie, &s->confirmations, error)
                : status;
 }
 
@@ -281,7 +278,7 @@ void pull_session_leave(fanin_session **session, fanin_result **result_out)
     fanin_session *s = *session;
     pull *p = &s->pull;
     if (s->client && s->failed.status == FANIN_OK) {
-        lease_round_leave(s->client, p->publication, p->leases, p->result->served);
+        lease_round_leave(p);
         p->result->info.bytes = p->bytes;
         p->result->info.tensors = p->tensors;
         if (result_out &&

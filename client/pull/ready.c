@@ -273,10 +273,7 @@ static fanin_dtype arriving_dtype(const key_table *keys, fanin_dtype dtype)
 static bool do_suffice(void *cookie, const bool *which)
 {
     pull *p = cookie;
-    bool enough = false;
-    return agree_sufficient(p->client, p->publication, which, p->at, &enough, NULL) ==
-               FANIN_OK &&
-           enough;
+    return agree_suffice(p->client, p->publication, which, p->at);
 }
 
 /* By the connections over which they have announced it. */

@@ -97,25 +97,37 @@ static int tear_down(void **state)
 
 #define CASE(name) TEST_WITH(name, set_up, tear_down)
 
+/* Ranks 0 and 1 have served, if @p some. */
+static pull pull_of(scene *s, bool some)
+{
+    static served served[RANKS];
+    static fanin_result result = {.served = served};
+    served[0].used = served[1].used = some;
+    return (pull){.client = s->world.client,
+                  .publication = s->run,
+                  .announced = s->announced,
+                  .needed = s->use,
+                  .leases = s->leases,
+                  .result = &result,
+                  .at = deadline_in_ms(CALL_MS)};
+}
+
 static fanin_status begin(scene *s)
 {
-    return lease_round_begin(s->world.client, s->run, s->announced, s->use, s->leases,
-                             deadline_in_ms(CALL_MS), &s->error);
+    pull p = pull_of(s, false);
+    return lease_round_begin(&p, &s->error);
 }
 
 static fanin_status end(scene *s)
 {
-    static const served nothing[RANKS];
-    return lease_round_end(s->world.client, s->run, s->announced, s->leases, nothing,
-                           deadline_in_ms(CALL_MS), &s->error);
+    pull p = pull_of(s, false);
+    return lease_round_end(&p, &s->error);
 }
 
-/* Ranks 0 and 1 have served. */
 static fanin_status confirm(scene *s)
 {
-    static const served some[RANKS] = {{.used = true}, {.used = true}};
-    return lease_round_confirm(s->world.client, s->run, s->announced, s->leases, some,
-                               deadline_in_ms(CALL_MS), &s->error);
+    pull p = pull_of(s, true);
+    return lease_round_confirm(&p, &s->error);
 }
 
 static void acts(uint32_t rank, message_type of, int act)
@@ -199,10 +211,9 @@ static void on_confirmed(void *cookie, fanin_status status, const fanin_error *w
 
 static fanin_status confirm_later(scene *s, fanin_status *heard, confirmation **list)
 {
-    static const served some[RANKS] = {{.used = true}, {.used = true}};
+    pull p = pull_of(s, true);
     *heard = 1;
-    return lease_confirm_later(s->world.client, s->run, s->announced, s->leases, some,
-                               on_confirmed, heard, list, &s->error);
+    return lease_confirm_later(&p, on_confirmed, heard, list, &s->error);
 }
 
 CASE(a_confirmation_comes_later)
