@@ -1,13 +1,80 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "publish/patches.h"
 #include "core/rules.h"
+#include "patch.h"
 #include "shards/arena.h"
-#include "shards/device_patch.h"
 #include "shards/patch_room.h"
 
 #include <stdlib.h>
 
 #define SHARE 8 /* of the copy's bytes that all patches may take */
+
+/* ------------------------------------- between two arenas on a device */
+
+_Static_assert(PATCH_KERNEL_SEGMENT == PATCH_SEGMENT, "segments of the kernels");
+
+/* Before the copies into @p arena of a publication that keeps patches: what is between boxes is
+   zeroed once, in the order of the part's stream, as it is compared as well. */
+static void device_patch_prepare(arena_plan *plan, uint32_t part, unsigned arena)
+{
+    const arena_part *p = &plan->arenas->parts[part];
+    if (!plan->zeroed[arena])
+        plan->zeroed[arena] =
+            gpu_zero(p->stream, p->base[arena], p->length, NULL) == FANIN_OK;
+}
+
+/* What does not come about is not tried again. */
+static bool room_is_there(gpu *g, arena_part *p, uint64_t most, fanin_error *why)
+{
+    if (p->asked_for_room)
+        return p->room && p->scratch;
+    p->asked_for_room = true;
+    if (gpu_prepare_patches(g, p->memory.device, why) == FANIN_OK &&
+        gpu_alloc(g, p->memory.device, patch_kernel_scratch(p->length), &p->scratch,
+                  why) == FANIN_OK)
+        p->room = patch_room_make(g, most, why);
+    return p->room && p->scratch;
+}
+
+/* Queues the making of the patch from the arena @p before to @p after behind the copies. Of pinned
+   memory for @p most bytes, made by the first call, the patch may have what is free. *@p packed:
+   its directory, in a block of the part's room that is the caller's then; its changes are behind
+   it. *@p made: how many those are when the stream gets there, or PATCH_TOO_LARGE. False: none is
+   made; @p why is set the first time that the device or the host refuses what all patches need. */
+static bool device_patch_queue(arena_plan *plan, uint32_t part, unsigned before,
+                               unsigned after, uint64_t most, uint8_t **packed,
+                               const uint64_t **made, fanin_error *why)
+{
+    static const uint64_t none = PATCH_TOO_LARGE;
+    arena_part *p = &plan->arenas->parts[part];
+    uint64_t directory = patch_directory_bytes(p->length), length;
+    if (!plan->zeroed[0] || !plan->zeroed[1] ||
+        !room_is_there(plan->arenas->gpu, p, most, why))
+        return false;
+    *packed = patch_room_take(p->room, &length);
+    if (!*packed || length < directory) {
+        if (*packed)
+            patch_room_give(p->room, *packed);
+        *packed = NULL;
+        return false;
+    }
+    uint16_t *counts = p->scratch;
+    patch_parameters job = {
+        .before = p->base[before],
+        .after = p->base[after],
+        .bytes = p->length,
+        .most = (length - directory) / PATCH_CHANGE,
+        .counts = counts,
+        .first = (uint64_t *)(counts + patch_segments(p->length) * PATCH_SHARES),
+        .directory = (uint32_t *)*packed,
+        .changes = *packed + directory,
+        .made = patch_room_made(p->room),
+    };
+    /* Some of it may be on its way: the block is in use until the stream gets there. */
+    bool queued = gpu_patch_run(p->stream, &job, NULL) == FANIN_OK;
+    *made = queued ? job.made : &none;
+    return true;
+}
 
 /* ------------------------------------------------------------------ making */
 

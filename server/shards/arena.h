@@ -27,7 +27,7 @@ typedef struct arena_part {
     uint8_t *base[ARENAS];
     gpu_range in[ARENAS]; /**< device memory: the allocation */
     gpu_stream *stream;   /**< device memory: what copies are queued on */
-    /* for patches of device memory (device_patch.h): */
+    /* for patches of device memory (publish/patches.c): */
     bool asked_for_room;
     struct patch_room *room; /**< NULL: there is none */
     void *scratch;           /**< of the kernels, on the device; likewise */
