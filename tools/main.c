@@ -3,7 +3,9 @@
 #include "fetch/failure.h"
 #include "fetch/options.h"
 #include "fetch/output.h"
-#include "doctor/version.h"
+
+#include "gpu.h"
+#include "ucx.h"
 
 #include <fcntl.h>
 #include <locale.h>
@@ -12,6 +14,43 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
+
+/** The commit that this was built from, or "unknown". */
+extern const char *const version_revision;
+
+static void print_ucx(void)
+{
+    ucx *u = NULL;
+    fanin_error why = FANIN_ERROR_INIT;
+    if (ucx_load(NULL, &u, &why) == FANIN_OK) {
+        terminal_print("UCX %s (%s)", ucx_version(u), ucx_library_path(u));
+    } else {
+        terminal_print("UCX none: %s", why.message);
+    }
+    ucx_unload(&u);
+}
+
+static void print_cuda(void)
+{
+    gpu *g = NULL;
+    fanin_error why = FANIN_ERROR_INIT;
+    if (gpu_load(NULL, &g, &why) == FANIN_OK) {
+        terminal_print("CUDA driver for %s", gpu_driver_version(g));
+    } else {
+        terminal_print("CUDA none: %s", why.message);
+    }
+}
+
+/* What --version says. */
+static void version_print(void)
+{
+    terminal_print("nixl-fetch %d.%d.%d (libfanin %s)", FANIN_VERSION_MAJOR,
+                   FANIN_VERSION_MINOR, FANIN_VERSION_PATCH, fanin_version());
+    terminal_print("revision %s", version_revision);
+    terminal_print("protocol %d", FANIN_PROTOCOL_VERSION);
+    print_ucx();
+    print_cuda();
+}
 
 static const char *const intro =
     "nixl-fetch looks at, pulls and measures LoRA adapters and whole models that "

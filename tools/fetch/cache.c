@@ -258,38 +258,28 @@ bool cache_drop_withdrawn(cache *c, uint64_t *step_out)
 static bool cache_add_tensor(void *cookie, const fanin_entry *e)
 {
     cache *c = cookie;
-    c->tensors = output_room(c->tensors, c->n_tensors, &c->room, sizeof c->tensors[0]);
-    whole_tensor *t = &c->tensors[c->n_tensors++];
-    *t = (whole_tensor){.name = output_require(strdup(e->name)),
-                        .dtype = e->dtype,
-                        .n_dims = e->n_dims,
-                        .descriptor = -1,
-                        .bytes = e->bytes,
-                        .offset = c->bytes};
-    memcpy(t->shape, e->shape, sizeof t->shape);
-    c->bytes += (e->bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    (void)whole_tensors_add(&c->tensors, e->name, e->dtype, e->n_dims, e->shape,
+                            e->bytes);
+    c->tensors.bytes += -c->tensors.bytes % ALIGNMENT;
     return true;
 }
 
 /* Names and shapes may change from step to step. */
 static fanin_status take_catalog(cache *c, fanin_error *error)
 {
-    whole_tensors_free(c->tensors, c->n_tensors);
-    c->tensors = NULL;
-    c->n_tensors = c->room = 0;
-    c->bytes = 0;
+    whole_tensors_free(&c->tensors);
     return fanin_client_catalog(c->session->client, c->session->publication, NULL,
                                 ASK_MS, cache_add_tensor, c, error);
 }
 
-static bool same_tensors(const whole_tensor *a, size_t n, const cache *c)
+static bool same_tensors(const whole_tensors *one, const whole_tensors *other)
 {
-    bool same = n == c->n_tensors;
-    for (size_t i = 0; same && i < n; i++) {
-        const whole_tensor *b = &c->tensors[i];
-        same = strcmp(a[i].name, b->name) == 0 && a[i].dtype == b->dtype &&
-               a[i].n_dims == b->n_dims &&
-               memcmp(a[i].shape, b->shape, sizeof b->shape) == 0;
+    bool same = one->count == other->count;
+    for (size_t i = 0; same && i < one->count; i++) {
+        const whole_tensor *a = &one->list[i], *b = &other->list[i];
+        same = strcmp(a->name, b->name) == 0 && a->dtype == b->dtype &&
+               a->n_dims == b->n_dims &&
+               memcmp(a->shape, b->shape, sizeof b->shape) == 0;
     }
     return same;
 }
@@ -305,18 +295,16 @@ static bool is_of_tensors(fanin_status why)
 static fanin_status blame_changed_tensors(cache *c, fanin_status why,
                                           fanin_error *error)
 {
-    whole_tensor *before = c->tensors;
-    size_t n = c->n_tensors;
+    whole_tensors before = c->tensors;
     if (!is_of_tensors(why)) {
         return why;
     }
-    c->tensors = NULL;
-    c->n_tensors = 0;
-    if (take_catalog(c, NULL) == FANIN_OK && !same_tensors(before, n, c)) {
+    c->tensors = (whole_tensors){.list = NULL};
+    if (take_catalog(c, NULL) == FANIN_OK && !same_tensors(&before, &c->tensors)) {
         why = failure_set(error, FANIN_ERR_STALE, "pull again",
                           "the trainer changed its tensors before they were pulled");
     }
-    whole_tensors_free(before, n);
+    whole_tensors_free(&before);
     return why;
 }
 
@@ -329,14 +317,14 @@ static fanin_status take_memory(cache *c, fanin_error *error)
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < c->n; i++) {
         cache_copy *copy = &c->copies[i];
-        if (copy->memory.size < c->bytes && (i == c->next || !copy->held)) {
+        if (copy->memory.size < c->tensors.bytes && (i == c->next || !copy->held)) {
             fanin_relay_release(copy->relay);
             copy->held = false;
             list[count++] = &copy->memory;
         }
     }
     if (count > 0) {
-        status = cache_memory_take(c->directory, list, count, c->bytes, error);
+        status = cache_memory_take(c->directory, list, count, c->tensors.bytes, error);
     }
     free(list);
     return status;
@@ -349,17 +337,19 @@ static fanin_status pull_into_copy(cache *c, cache_copy *copy, uint64_t step,
 {
     fanin_pull_options options = rule_of(c, step, PULL_MS);
     options.verify = c->verify;
-    fanin_tensor *tensors = output_require(calloc(c->n_tensors + 1, sizeof tensors[0]));
-    fanin_box *boxes = output_require(calloc(c->n_tensors + 1, sizeof boxes[0]));
-    for (size_t i = 0; i < c->n_tensors; i++) {
-        whole_tensor_describe(&c->tensors[i], copy->memory.bytes + c->tensors[i].offset,
-                              &boxes[i], &tensors[i]);
+    const size_t n = c->tensors.count;
+    fanin_tensor *tensors = output_require(calloc(n + 1, sizeof tensors[0]));
+    fanin_box *boxes = output_require(calloc(n + 1, sizeof boxes[0]));
+    for (size_t i = 0; i < n; i++) {
+        const whole_tensor *t = &c->tensors.list[i];
+        whole_tensor_describe(t, copy->memory.bytes + t->offset, &boxes[i],
+                              &tensors[i]);
     }
     interrupt_relay(copy->relay);
-    fanin_status status = interrupt_requested()
-                              ? FANIN_ERR_CANCELLED
-                              : fanin_relay_pull_into(copy->relay, &options, tensors,
-                                                      c->n_tensors, result, error);
+    fanin_status status =
+        interrupt_requested()
+            ? FANIN_ERR_CANCELLED
+            : fanin_relay_pull_into(copy->relay, &options, tensors, n, result, error);
     interrupt_relay(NULL);
     free(tensors);
     free(boxes);
@@ -415,7 +405,7 @@ void cache_free(cache *c)
     for (size_t i = 0; i < c->n; i++) {
         cache_memory_free(&c->copies[i].memory);
     }
-    whole_tensors_free(c->tensors, c->n_tensors);
+    whole_tensors_free(&c->tensors);
     free(c->copies);
     free(c->incarnations);
     *c = (cache){.session = NULL};

@@ -35,9 +35,7 @@ typedef struct cache {
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     uint8_t (*incarnations)[16]; /**< of the launch's ranks, zeros: not known */
     size_t n_ranks;
-    whole_tensor *tensors;
-    size_t n_tensors, room;
-    uint64_t bytes; /**< of the tensors, with what lies between them */
+    whole_tensors tensors; /**< their bytes with what lies between them */
 } cache;
 
 /** What one pull brought. */

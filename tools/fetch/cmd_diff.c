@@ -1,18 +1,243 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What has changed between two sides' tensors. */
+#include "fetch/check.h"
 #include "fetch/command.h"
 #include "fetch/diff_report.h"
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
+#include "fetch/memory_left.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
 
+#include <errno.h>
+#include <fnmatch.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { EQUAL = 0, DIFFERENT = 1, TROUBLE = 2 };
 enum { BLOCK = 64 * CHANGE_PIECE }; /**< elements that are read at once */
+
+/* Which tensors, and how they are pulled. */
+typedef struct diff_request {
+    const char *pattern; /**< of names; NULL: all */
+    fanin_step_rule rule;
+    uint64_t step;
+    uint64_t max_bytes; /**< 0: what the host has left */
+    bool quiet, no_color;
+} diff_request;
+
+/* ---------------------------------------------------------------------- one side */
+
+static bool diff_side_holds(const char *directory, const char *name)
+{
+    char path[4096];
+    int length = snprintf(path, sizeof path, "%s/%s", directory, name);
+    return length < (int)sizeof path && access(path, F_OK) == 0;
+}
+
+static bool holds_model(const char *directory)
+{
+    return diff_side_holds(directory, TENSORS_OF_MODEL) ||
+           diff_side_holds(directory, TENSORS_INDEX);
+}
+
+/* Whether @p path is a directory that holds tensors, or at least no nixl_info.json. */
+static bool diff_side_is_directory(const char *path)
+{
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISDIR(st.st_mode) &&
+           (holds_model(path) || diff_side_holds(path, TENSORS_OF_ADAPTER) ||
+            !diff_side_holds(path, "nixl_info.json"));
+}
+
+static bool diff_side_is_wanted(const diff_request *request, const char *name)
+{
+    return request->pattern == NULL || fnmatch(request->pattern, name, 0) == 0;
+}
+
+static fanin_status diff_side_open(diff_side *side, const char *path,
+                                   const diff_request *request, fanin_error *error)
+{
+    fanin_status status =
+        tensor_directory_open(path, holds_model(path), &side->files, error);
+    if (status == FANIN_ERR_NOT_FOUND) {
+        return failure_set(error, status,
+                           "give the directory of an adapter or a model, or a TARGET",
+                           "%s holds neither " TENSORS_OF_ADAPTER
+                           " nor " TENSORS_OF_MODEL " nor nixl_info.json",
+                           path);
+    }
+    if (status != FANIN_OK) {
+        fanin_error cause = *error; /* which of both it is */
+        return failure_set(error, status, cause.remedy, "%s: %s", path, cause.message);
+    }
+    for (size_t i = 0; i < side->files.count; i++) {
+        const tensor_place *place = &side->files.tensors[i];
+        const fanin_safetensors_entry *e = &place->entry;
+        if (diff_side_is_wanted(request, e->name)) {
+            whole_tensor *t = whole_tensors_add(&side->tensors, e->name, e->dtype,
+                                                e->n_dims, e->shape, e->bytes);
+            t->descriptor =
+                fanin_safetensors_descriptor(side->files.files[place->file]);
+            t->offset = e->offset;
+        }
+    }
+    return status;
+}
+
+/* ------------------------------------------------------------------ what is pulled */
+
+typedef struct taking {
+    diff_side *side;
+    const diff_request *request;
+    bool model;
+} taking;
+
+/* The name that a file has for a tensor of the ranks. */
+static const char *file_name(const char *name, bool model,
+                             char room[FANIN_MAX_NAME + 64])
+{
+    return !model && fanin_adapter_name(name, room, FANIN_MAX_NAME + 64) ? room : name;
+}
+
+static bool diff_side_on_entry(void *cookie, const fanin_entry *e)
+{
+    const taking *taking = cookie;
+    char room[FANIN_MAX_NAME + 64];
+    if (diff_side_is_wanted(taking->request, file_name(e->name, taking->model, room))) {
+        (void)whole_tensors_add(&taking->side->tensors, e->name, e->dtype, e->n_dims,
+                                e->shape, e->bytes);
+    }
+    return true;
+}
+
+static fanin_status diff_side_make_room(diff_side *side, const diff_request *request,
+                                        fanin_error *error)
+{
+    uint64_t most = request->max_bytes > 0 ? request->max_bytes
+                                           : memory_left_find("/proc", "/sys").bytes;
+    if (side->tensors.bytes > most) {
+        return failure_set(
+            error, FANIN_ERR_LIMIT,
+            request->max_bytes > 0
+                ? "raise --max-bytes, or use --pattern"
+                : "use --pattern, or pull into a directory and give that",
+            "%s are %s of tensors, more than %s", side->publication,
+            output_bytes(side->tensors.bytes).s, output_bytes(most).s);
+    }
+    side->memory = whole_tensors_memory(side->tensors.bytes, &side->mapped, error);
+    return side->memory != NULL ? FANIN_OK : error->status;
+}
+
+static void diff_side_on_progress(void *cookie, const fanin_pull_progress *p)
+{
+    progress_update(cookie, p->bytes_done, p->bytes_total, p->slowest);
+}
+
+static fanin_status pull(diff_side *side, session *s, const diff_request *request,
+                         fanin_error *error)
+{
+    progress bar;
+    fanin_pull_options options;
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof info};
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = s->publication;
+    options.rule = request->rule;
+    options.step = request->step;
+    options.timeout_ms = session_left_ms(s);
+    options.rank_progress = diff_side_on_progress;
+    options.progress_cookie = &bar;
+    progress_start(&bar, s->publication, request->quiet, request->no_color);
+    waiting *waiting = request->quiet ? NULL : waiting_start(s, options.step);
+    fanin_status status =
+        whole_tensors_pull(s->client, &options, side->tensors.list, side->tensors.count,
+                           side->memory, &result, error);
+    waiting_end(&waiting);
+    progress_end(&bar);
+    fanin_result_get(result, &info);
+    side->step = info.step;
+    fanin_result_free(&result);
+    return status;
+}
+
+static int diff_side_by_name(const void *a, const void *b)
+{
+    const whole_tensor *x = a, *y = b;
+    return strcmp(x->name, y->name);
+}
+
+/* As files have the names. */
+static void rename_all(diff_side *side, bool model)
+{
+    char room[FANIN_MAX_NAME + 64];
+    for (size_t i = 0; i < side->tensors.count; i++) {
+        char *name =
+            output_require(strdup(file_name(side->tensors.list[i].name, model, room)));
+        free(side->tensors.list[i].name);
+        side->tensors.list[i].name = name;
+    }
+    if (side->tensors.count > 0) {
+        qsort(side->tensors.list, side->tensors.count, sizeof side->tensors.list[0],
+              diff_side_by_name);
+    }
+}
+
+static fanin_status diff_side_pull(diff_side *side, session *s,
+                                   const diff_request *request, fanin_error *error)
+{
+    bool model = options_is_model(s->publication);
+    taking taking = {.side = side, .request = request, .model = model};
+    snprintf(side->publication, sizeof side->publication, "%s", s->publication);
+    fanin_status status =
+        fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
+                             diff_side_on_entry, &taking, error);
+    if (status == FANIN_OK && side->tensors.count == 0) {
+        return FANIN_OK; /* nothing is like the pattern: the caller says so */
+    }
+    status = status != FANIN_OK ? status : diff_side_make_room(side, request, error);
+    status = status != FANIN_OK ? status : pull(side, s, request, error);
+    if (status == FANIN_OK) {
+        rename_all(side, model);
+    }
+    return status;
+}
+
+/* -------------------------------------------------------------------------- bytes */
+
+/* Bytes [@p at, @p at + @p size) of a tensor: where they are, or read into @p room. NULL after an
+   error. */
+static const uint8_t *diff_side_bytes(const diff_side *side, const whole_tensor *t,
+                                      uint64_t at, size_t size, uint8_t *room,
+                                      fanin_error *error)
+{
+    if (side->memory != NULL) {
+        return side->memory + t->offset + at;
+    }
+    errno = 0;
+    if (!check_read(t->descriptor, t->offset + at, room, size)) {
+        failure_set(error, FANIN_ERR_IO, "check the disk",
+                    "%s: the file of %s cannot be read: %s", side->what, t->name,
+                    errno != 0 ? strerror(errno) : "it became shorter");
+        return NULL;
+    }
+    return room;
+}
+
+static void diff_side_close(diff_side *side)
+{
+    if (side->memory != NULL) {
+        munmap(side->memory, side->mapped);
+    }
+    whole_tensors_free(&side->tensors);
+    tensor_directory_close(&side->files);
+    *side = (diff_side){.what = NULL};
+}
+
+/* ---------------------------------------------------------------------- both sides */
 
 typedef struct differ {
     const command *self;
@@ -108,16 +333,16 @@ static fanin_status diff_judge(differ *d, diff_row *row, fanin_error *error)
 /* Both lists ascend by name: each name once. */
 static void diff_pair_up(differ *d)
 {
-    const diff_side *a = &d->sides[0], *b = &d->sides[1];
+    const whole_tensors *a = &d->sides[0].tensors, *b = &d->sides[1].tensors;
     diff_report *r = &d->report;
     r->rows = output_require(calloc(a->count + b->count + 1, sizeof r->rows[0]));
     for (size_t i = 0, j = 0; i < a->count || j < b->count;) {
         int order = i == a->count   ? 1
                     : j == b->count ? -1
-                                    : strcmp(a->tensors[i].name, b->tensors[j].name);
+                                    : strcmp(a->list[i].name, b->list[j].name);
         diff_row *row = &r->rows[r->count++];
-        row->of[0] = order <= 0 ? &a->tensors[i++] : NULL;
-        row->of[1] = order >= 0 ? &b->tensors[j++] : NULL;
+        row->of[0] = order <= 0 ? &a->list[i++] : NULL;
+        row->of[1] = order >= 0 ? &b->list[j++] : NULL;
     }
     r->sides = d->sides;
     d->total = a->bytes;
@@ -182,7 +407,7 @@ static int pull_sides(differ *d, session *s, unsigned i, diff_request *request)
     session_be_patient(s, d->line);
     code = code != 0 ? code : session_reach(s);
     code = code != 0 ? code : pull_side(d, s, &d->sides[i], request);
-    if (code == 0 && d->wait_step && d->sides[0].count > 0) {
+    if (code == 0 && d->wait_step && d->sides[0].tensors.count > 0) {
         request->rule = FANIN_STEP_AT_LEAST;
         request->step = d->sides[0].step + 1;
         d->sides[1].what = d->sides[0].what;

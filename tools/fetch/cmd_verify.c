@@ -38,9 +38,8 @@ typedef struct verifier {
     json_t *config;       /**< NULL: a model's, without one */
     bool told;            /**< the ranks have a configuration */
     char difference[256]; /**< from the ranks' configuration, "" if none */
-    whole_tensor *pairs;  /**< the ranks' tensors, and where the files have them */
-    size_t count, capacity;
-    uint64_t bytes, done;
+    whole_tensors pairs;  /**< the ranks' tensors, and where the files have them */
+    uint64_t done;
     progress bar;
     fanin_error error; /**< of a callback */
 } verifier;
@@ -159,17 +158,10 @@ static bool verify_on_entry(void *cookie, const fanin_entry *e)
         mismatch(&v->error, v, e->name, "has another dtype or shape in the file");
         return false;
     }
-    v->pairs = output_room(v->pairs, v->count, &v->capacity, sizeof v->pairs[0]);
-    whole_tensor *p = &v->pairs[v->count++];
-    *p = (whole_tensor){.name = output_require(strdup(e->name)),
-                        .dtype = f.dtype,
-                        .n_dims = e->n_dims,
-                        .descriptor =
-                            fanin_safetensors_descriptor(v->files.files[place->file]),
-                        .bytes = f.bytes,
-                        .offset = f.offset};
-    memcpy(p->shape, e->shape, sizeof p->shape);
-    v->bytes += f.bytes;
+    whole_tensor *p =
+        whole_tensors_add(&v->pairs, e->name, f.dtype, e->n_dims, e->shape, f.bytes);
+    p->descriptor = fanin_safetensors_descriptor(v->files.files[place->file]);
+    p->offset = f.offset;
     return true;
 }
 
@@ -260,10 +252,10 @@ static fanin_status verify_pair_up(verifier *v, fanin_error *error)
         *error = v->error;
         return error->status;
     }
-    if (status == FANIN_OK && v->count != v->files.count) {
+    if (status == FANIN_OK && v->pairs.count != v->files.count) {
         status = failure_set(error, FANIN_ERR_MISMATCH, "pull again",
                              "the file has %zu tensors, the ranks publish %zu",
-                             v->files.count, v->count);
+                             v->files.count, v->pairs.count);
     }
     return status;
 }
@@ -310,8 +302,8 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
     options.timeout_ms = session_left_ms(v->session);
     options.dtype = v->dtype;
     fanin_status status =
-        whole_tensors_pull(v->session->client, &options, &v->pairs[first], end - first,
-                           memory, &result, error);
+        whole_tensors_pull(v->session->client, &options, &v->pairs.list[first],
+                           end - first, memory, &result, error);
     if (status == FANIN_OK) {
         fanin_result_get(result, &info);
         if (memcmp(info.world_id, v->world_id, sizeof v->world_id) != 0) {
@@ -334,10 +326,10 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
     fanin_status status = pull_batch(v, first, end, memory, error);
     const uint8_t *from = memory;
     for (size_t i = first; status == FANIN_OK && i < end; i++) {
-        status = verify_compare(v, &v->pairs[i], from, error);
-        from += v->pairs[i].bytes;
-        v->done += v->pairs[i].bytes;
-        progress_update(&v->bar, v->done, v->bytes, NULL);
+        status = verify_compare(v, &v->pairs.list[i], from, error);
+        from += v->pairs.list[i].bytes;
+        v->done += v->pairs.list[i].bytes;
+        progress_update(&v->bar, v->done, v->pairs.bytes, NULL);
     }
     munmap(memory, mapped);
     return status;
@@ -347,11 +339,12 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
 {
     fanin_status status = verify_pair_up(v, error);
     status = status != FANIN_OK ? status : ask_config(v, error);
-    for (size_t first = 0; status == FANIN_OK && first < v->count;) {
+    for (size_t first = 0; status == FANIN_OK && first < v->pairs.count;) {
         size_t end = first + 1;
-        uint64_t bytes = v->pairs[first].bytes;
-        while (end < v->count && bytes + v->pairs[end].bytes <= BATCH_BYTES) {
-            bytes += v->pairs[end++].bytes;
+        uint64_t bytes = v->pairs.list[first].bytes;
+        while (end < v->pairs.count &&
+               bytes + v->pairs.list[end].bytes <= BATCH_BYTES) {
+            bytes += v->pairs.list[end++].bytes;
         }
         status = interrupt_requested()
                      ? failure_set(error, FANIN_ERR_CANCELLED, "", "interrupted")
@@ -379,12 +372,12 @@ static void verify_tell(const verifier *v)
         output_json(output_object(
             "result", output_string("equal"), "files", names, "publication",
             output_string(v->publication), "step", output_u64(v->step), "world_id",
-            output_digits(v->world_id), "tensors", output_u64(v->count), "bytes",
-            output_u64(v->bytes), NULL));
+            output_digits(v->world_id), "tensors", output_u64(v->pairs.count), "bytes",
+            output_u64(v->pairs.bytes), NULL));
         return;
     }
-    printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64, v->count,
-           v->bytes, v->publication, v->step);
+    printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64,
+           v->pairs.count, v->pairs.bytes, v->publication, v->step);
     if (v->files.n_files == 1) {
         printf(" (%s)", v->files.names[0]);
     } else {
@@ -526,7 +519,7 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
         return failure_usage(s->command->name, "--dir DIR is needed");
     }
     int code = verify_directory(v, line);
-    whole_tensors_free(v->pairs, v->count);
+    whole_tensors_free(&v->pairs);
     json_decref(v->config);
     tensor_directory_close(&v->files);
     return code;

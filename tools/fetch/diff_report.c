@@ -258,8 +258,8 @@ static json_t *side_json(const diff_side *side)
     return output_object("what", output_string(side->what), "publication",
                          output_string(side->publication), "step",
                          side->memory != NULL ? output_u64(side->step) : json_null(),
-                         "tensors", output_u64(side->count), "bytes",
-                         output_u64(side->bytes), NULL);
+                         "tensors", output_u64(side->tensors.count), "bytes",
+                         output_u64(side->tensors.bytes), NULL);
 }
 
 static json_t *diff_report_tensor_json(const whole_tensor *t)

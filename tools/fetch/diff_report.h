@@ -4,7 +4,20 @@
 #define DIFF_REPORT_H
 
 #include "fetch/change.h"
-#include "fetch/diff_side.h"
+#include "fetch/session.h"
+#include "fetch/tensor_directory.h"
+
+/** One side: a directory's tensors, or a step of what ranks publish, pulled to memory. Zero is an
+    empty one. */
+typedef struct diff_side {
+    const char *what;       /**< the word on the command line */
+    tensor_directory files; /**< of a directory */
+    uint8_t *memory;        /**< of what was pulled; NULL: it is a directory */
+    size_t mapped;
+    char publication[OPTIONS_PUBLICATION]; /**< "": a directory */
+    uint64_t step;                         /**< of what was pulled */
+    whole_tensors tensors;                 /**< ascending by name, as files have it */
+} diff_side;
 
 typedef enum diff_kind {
     DIFF_SAME,

@@ -295,12 +295,29 @@ fanin_status whole_tensors_pull(fanin_client *client, const fanin_pull_options *
     return status;
 }
 
-void whole_tensors_free(whole_tensor *list, size_t count)
+whole_tensor *whole_tensors_add(whole_tensors *w, const char *name, fanin_dtype dtype,
+                                uint32_t n_dims, const uint64_t *shape, uint64_t bytes)
 {
-    for (size_t i = 0; i < count; i++) {
-        free(list[i].name);
+    w->list = output_room(w->list, w->count, &w->capacity, sizeof w->list[0]);
+    whole_tensor *t = &w->list[w->count++];
+    *t = (whole_tensor){.name = output_require(strdup(name)),
+                        .dtype = dtype,
+                        .n_dims = n_dims,
+                        .descriptor = -1,
+                        .bytes = bytes,
+                        .offset = w->bytes};
+    memcpy(t->shape, shape, sizeof t->shape);
+    w->bytes += bytes;
+    return t;
+}
+
+void whole_tensors_free(whole_tensors *w)
+{
+    for (size_t i = 0; i < w->count; i++) {
+        free(w->list[i].name);
     }
-    free(list);
+    free(w->list);
+    *w = (whole_tensors){.list = NULL};
 }
 
 uint8_t *whole_tensors_memory(uint64_t bytes, size_t *mapped_out, fanin_error *error)

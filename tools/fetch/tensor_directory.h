@@ -60,14 +60,24 @@ typedef struct whole_tensor {
 void whole_tensor_describe(const whole_tensor *t, uint8_t *memory, fanin_box *box,
                            fanin_tensor *out);
 
+/** All zero: empty. */
+typedef struct whole_tensors {
+    whole_tensor *list;
+    size_t count, capacity;
+    uint64_t bytes; /**< of all */
+} whole_tensors;
+
+/** Appends one that lies behind the others, in memory. */
+whole_tensor *whole_tensors_add(whole_tensors *w, const char *name, fanin_dtype dtype,
+                                uint32_t n_dims, const uint64_t *shape, uint64_t bytes);
+
 /** Pulls @p list to @p memory, one tensor right behind the other. Errors are fanin_client_pull()'s.
     */
 fanin_status whole_tensors_pull(fanin_client *client, const fanin_pull_options *options,
                                 const whole_tensor *list, size_t count, uint8_t *memory,
                                 fanin_result **result_out, fanin_error *error);
 
-/** Frees the names and the list. */
-void whole_tensors_free(whole_tensor *list, size_t count);
+void whole_tensors_free(whole_tensors *w);
 
 /** Pages of @p bytes for what is pulled, given back by munmap(); NULL after filling @p error. */
 uint8_t *whole_tensors_memory(uint64_t bytes, size_t *mapped_out, fanin_error *error);
