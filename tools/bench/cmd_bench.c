@@ -438,26 +438,23 @@ static int bench_run(const command *self, int argc, const char **argv)
     options_free(&whole.line.parsed);
     return code;
 }
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
+    "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm --iterations 5\n"
+    "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
+    "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 --snapshot\n"
+    "\n"
+    "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' is the\n"
+    "pull's time less that from the first read posted to the last byte in place. The\n"
+    "limits are raw process_vm_readv of the same shards in pieces of 1 MiB into the\n"
+    "same memory, memcpy, and with --no-unix TCP over 127.0.0.1; of devices, copies\n"
+    "of as many bytes in one piece.";
+
 const command cmd_bench = {
     .name = "bench",
     .arguments = "[TARGET] [RUN] [OPTION...]",
     .summary = "measure pulls by phase, beside what the machine can do",
-    .help = "Examples:\n"
-            "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
-            "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
-            "--iterations 5\n"
-            "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
-            "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
-            "--snapshot\n"
-            "\n"
-            "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
-            "is the\n"
-            "pull's time less that from the first read posted to the last byte in "
-            "place. The\n"
-            "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
-            "into the\n"
-            "same memory, memcpy, and with --no-unix TCP over 127.0.0.1; of devices, "
-            "copies of\n"
-            "as many bytes in one piece.",
+    .help = help,
     .run = bench_run,
 };

@@ -314,18 +314,20 @@ static int doctor_run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch doctor\n"
+    "  nixl-fetch doctor nixl_info.json\n"
+    "  nixl-fetch doctor HOST:PORT,HOST:PORT --secret-file launch.secret\n"
+    "  nixl-fetch doctor --json\n"
+    "\n"
+    "Tells in plain words which paths this host can use and what stands in the way.\n"
+    "Exit status 0: nothing worse than a note, 3: warnings, 4: problems.";
+
 const command cmd_doctor = {
     .name = "doctor",
     .arguments = "[TARGET] [OPTION...]",
     .summary = "look at this host: GPUs, RDMA, limits, and a trainer",
-    .help = "Examples:\n"
-            "  nixl-fetch doctor\n"
-            "  nixl-fetch doctor nixl_info.json\n"
-            "  nixl-fetch doctor HOST:PORT,HOST:PORT --secret-file launch.secret\n"
-            "  nixl-fetch doctor --json\n"
-            "\n"
-            "Tells in plain words which paths this host can use and what stands in the "
-            "way.\n"
-            "Exit status 0: nothing worse than a note, 3: warnings, 4: problems.",
+    .help = help,
     .run = doctor_run,
 };

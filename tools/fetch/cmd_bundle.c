@@ -74,24 +74,23 @@ static int run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, bundle, &b);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch bundle nixl_info.json\n"
+    "  nixl-fetch bundle nixl_info.json --run 0 --log engine.log -o trouble.tar\n"
+    "\n"
+    "A tar of what version, doctor, status, ping, list and one pull to memory say,\n"
+    "with the pull's trace and the last lines of logs. It has these variables of the\n"
+    "environment: FANIN_*, NIXL_*, UCX_*, NCCL_*, CUDA_VISIBLE_DEVICES. It strikes\n"
+    "out users of URLs, and values whose names have SECRET, KEY, TOKEN, PASSWORD or\n"
+    "CREDENTIAL in them. Each part has a deadline; manifest.json says which failed,\n"
+    "and why. The exit status is 0 if the file was written, whatever it says.";
+
 const command cmd_bundle = {
     .name = "bundle",
     .arguments = "TARGET [RUN] [OPTION...]",
     .summary = "one file with all that others need to know of a run's trouble",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch bundle nixl_info.json\n"
-        "  nixl-fetch bundle nixl_info.json --run 0 --log engine.log -o trouble.tar\n"
-        "\n"
-        "A tar of what version, doctor, status, ping, list and one pull to memory say, "
-        "with\n"
-        "the pull's trace and the last lines of logs. It has these variables of the\n"
-        "environment: FANIN_*, NIXL_*, UCX_*, NCCL_*, CUDA_VISIBLE_DEVICES. It\n"
-        "strikes out users of URLs, and values whose names have SECRET, KEY, TOKEN,\n"
-        "PASSWORD or CREDENTIAL in them. Each part has a deadline; manifest.json says "
-        "which\n"
-        "failed, and why. The exit status is 0 if the file was written, whatever it\n"
-        "says.",
+    .help = help,
     .untraced = true,
     .run = run,
 };

@@ -510,26 +510,23 @@ static int diff_run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch diff adapter-100 adapter-101\n"
+    "  nixl-fetch diff adapter-100 nixl_info.json --run 0\n"
+    "  nixl-fetch diff nixl_info.json lora:0 nixl_info.json lora:1\n"
+    "  nixl-fetch diff --wait-step nixl_info.json --timeout 10m\n"
+    "\n"
+    "A and B are directories of an adapter or a model, or TARGETs (TARGET@STEP: that\n"
+    "very step), which are pulled to memory. Tells of each tensor its norms, its\n"
+    "change and what is NaN or infinite, the largest relative change first.\n"
+    "--wait-step: did the optimizer write anything? Exit status, as diff's, 0: byte\n"
+    "for byte the same, 1: different, 2: trouble.";
+
 const command cmd_diff = {
     .name = "diff",
     .arguments = "A [RUN] B [RUN] | --wait-step TARGET [RUN] [OPTION...]",
     .summary = "what has changed between two steps, directories or runs",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch diff adapter-100 adapter-101\n"
-        "  nixl-fetch diff adapter-100 nixl_info.json --run 0\n"
-        "  nixl-fetch diff nixl_info.json lora:0 nixl_info.json lora:1\n"
-        "  nixl-fetch diff --wait-step nixl_info.json --timeout 10m\n"
-        "\n"
-        "A and B are directories of an adapter or a model, or TARGETs (TARGET@STEP: "
-        "that "
-        "very\n"
-        "step), which are pulled to memory. Tells of each tensor its norms, its change "
-        "and what\n"
-        "is NaN or infinite, the largest relative change first. --wait-step: did the "
-        "optimizer\n"
-        "write anything? Exit status, as diff's, 0: byte for byte the same, 1: "
-        "different, 2:\n"
-        "trouble.",
+    .help = help,
     .run = diff_run,
 };

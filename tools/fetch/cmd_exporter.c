@@ -53,22 +53,21 @@ static int run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, serve, &e);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch exporter nixl_info.json\n"
+    "  nixl-fetch exporter 127.0.0.1:6000 --world-size 8 --listen 0.0.0.0:9470\n"
+    "\n"
+    "Answers GET /metrics with what 'nixl-fetch status' tells: all ranks are asked\n"
+    "when a scrape comes, at most once a second. Takes no lease. Everybody who can\n"
+    "reach the address may ask. Ends by Ctrl-C or SIGTERM; the exit status is then\n"
+    "0. The first python3 of the PATH serves the page; it must have fanin's package.";
+
 const command cmd_exporter = {
     .name = "exporter",
     .arguments = "TARGET [--run R] [OPTION...]",
     .summary = "every rank's state, for Prometheus",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch exporter nixl_info.json\n"
-        "  nixl-fetch exporter 127.0.0.1:6000 --world-size 8 --listen 0.0.0.0:9470\n"
-        "\n"
-        "Answers GET /metrics with what 'nixl-fetch status' tells: all ranks are asked "
-        "when\n"
-        "a scrape comes, at most once a second. Takes no lease. Everybody who can "
-        "reach the\n"
-        "address may ask. Ends by Ctrl-C or SIGTERM; the exit status is then 0. The "
-        "first\n"
-        "python3 of the PATH serves the page; it must have fanin's package.",
+    .help = help,
     .of_some = true,
     .untraced = true,
     .run = run,

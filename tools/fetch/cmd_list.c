@@ -594,19 +594,21 @@ static int list_run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, list_target, &map);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch list 127.0.0.1:6000 --world-size 8\n"
+    "  nixl-fetch list nixl_info.json --run 0 --json\n"
+    "  nixl-fetch list nixl_info.json full:0\n"
+    "  nixl-fetch list nixl_info.json full:0 --map\n"
+    "\n"
+    "Without --run: every run, its state and step on each rank, its metadata. With\n"
+    "--run: every key, its dtype, shape, the ranks that hold parts, its bytes. A\n"
+    "rank that does not answer is named; the exit status is then 13.";
+
 const command cmd_list = {
     .name = "list",
     .arguments = "TARGET [--run R] [OPTION...]",
     .summary = "list runs with their steps and metadata, or the keys of a run",
-    .help = "Examples:\n"
-            "  nixl-fetch list 127.0.0.1:6000 --world-size 8\n"
-            "  nixl-fetch list nixl_info.json --run 0 --json\n"
-            "  nixl-fetch list nixl_info.json full:0\n"
-            "  nixl-fetch list nixl_info.json full:0 --map\n"
-            "\n"
-            "Without --run: every run, its state and step on each rank, its metadata.\n"
-            "With --run: every key, its dtype, shape, the ranks that hold parts, its "
-            "bytes.\n"
-            "A rank that does not answer is named; the exit status is then 13.",
+    .help = help,
     .run = list_run,
 };

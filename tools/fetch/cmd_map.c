@@ -46,20 +46,20 @@ static int run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch map rank0.json\n"
+    "  nixl-fetch map rank0.json --key '*.layers.0.*q_proj*'\n"
+    "\n"
+    "FILE is what Mapping.save() of fanin.mapping writes, of one rank of an engine.\n"
+    "For each module: which box of which published tensor goes into which of its\n"
+    "tensors, at which byte. A module is filled by boxes, by the engine's loader,\n"
+    "which is said with the reason, or by nothing that is published (own).";
+
 const command cmd_map = {
     .name = "map",
     .arguments = "FILE [OPTION...]",
     .summary = "show a recorded mapping: where an engine takes published tensors",
-    .help = "Examples:\n"
-            "  nixl-fetch map rank0.json\n"
-            "  nixl-fetch map rank0.json --key '*.layers.0.*q_proj*'\n"
-            "\n"
-            "FILE is what Mapping.save() of fanin.mapping writes, of one rank of an "
-            "engine. For\n"
-            "each module: which box of which published tensor goes into which of its "
-            "tensors,\n"
-            "at which byte. A module is filled by boxes, by the engine's loader, which "
-            "is said\n"
-            "with the reason, or by nothing that is published (own).",
+    .help = help,
     .run = run,
 };

@@ -146,18 +146,19 @@ static int run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, ping, NULL);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch ping 127.0.0.1:6000 --world-size 8\n"
+    "  nixl-fetch ping nixl_info.json --timeout 500ms --json\n"
+    "\n"
+    "Exit status 0: all ranks answered, and they are of one world. The address of\n"
+    "one rank, without --world-size, asks that rank alone.";
+
 const command cmd_ping = {
     .name = "ping",
     .arguments = "TARGET [OPTION...]",
     .summary = "ask every rank whether it lives",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch ping 127.0.0.1:6000 --world-size 8\n"
-        "  nixl-fetch ping nixl_info.json --timeout 500ms --json\n"
-        "\n"
-        "Exit status 0: all ranks answered, and they are of one world. The address of "
-        "one\n"
-        "rank, without --world-size, asks that rank alone.",
+    .help = help,
     .of_some = true,
     .run = run,
 };

@@ -293,30 +293,26 @@ static int pull_command(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, pull_to_directory, &o);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out /dev/shm/me/step\n"
+    "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out adapter-100\n"
+    "  nixl-fetch pull nixl_info.json full:0 /data/me/model-100 --step 100\n"
+    "  nixl-fetch pull nixl_info.json full:0 /data/me/model --delta-from "
+    "/data/me/model\n"
+    "\n"
+    "Makes DIR with adapter_model.safetensors, adapter_config.json and fanin.json,\n"
+    "whole or not at all, of the newest step that all ranks have committed; of a\n"
+    "whole model (full:R) with model.safetensors, or several files and their index,\n"
+    "and config.json. A directory that holds this very identity is left as it is; of\n"
+    "a step whose ranks were started again since it is pulled again. Any other\n"
+    "content is refused. Ctrl-C leaves nothing behind (exit status 130).";
+
 const command cmd_pull = {
     .name = "pull",
     .arguments = "TARGET [RUN] [DIR] [OPTION...]",
     .summary = "pull a run as the directory of a PEFT adapter or of a model",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out "
-        "/dev/shm/me/step\n"
-        "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out "
-        "adapter-100\n"
-        "  nixl-fetch pull nixl_info.json full:0 /data/me/model-100 --step 100\n"
-        "  nixl-fetch pull nixl_info.json full:0 /data/me/model --delta-from "
-        "/data/me/model\n"
-        "\n"
-        "Makes DIR with adapter_model.safetensors, adapter_config.json and "
-        "fanin.json,\n"
-        "whole or not at all, of the newest step that all ranks have committed; of a "
-        "whole\n"
-        "model (full:R) with model.safetensors, or several files and their index, and\n"
-        "config.json. A directory that holds this very identity is left as it is; of a "
-        "step\n"
-        "whose ranks were started again since it is pulled again. Any other content "
-        "is\n"
-        "refused. Ctrl-C leaves nothing behind (exit status 130).",
+    .help = help,
     .takes_directory = true,
     .run = pull_command,
 };

@@ -301,22 +301,22 @@ static int relay_run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, relay_target, &o);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch relay 10.0.0.1:6000 full:0 --world-size 8 --network 10.0.0.0/8\n"
+    "  nixl-fetch relay nixl_info.json full:0 --keep 3 --memory /mnt/nvme/me\n"
+    "\n"
+    "Pulls each step as soon as all ranks have committed it, from the trainer and\n"
+    "from other relays, and hands it on to engines with FANIN_RELAY. Prints a line a\n"
+    "step. Each step has memory of its own; the oldest one makes room. Files in a\n"
+    "directory have no names, so that nothing is left of them. When the trainer is\n"
+    "started again, the steps of the launch before are dropped. Ends by SIGINT or\n"
+    "SIGTERM (exit status 0). --timeout is for the connection.";
+
 const command cmd_relay = {
     .name = "relay",
     .arguments = "TARGET full:R [OPTION...]",
     .summary = "keep the last steps of a model on this host, and hand them on",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch relay 10.0.0.1:6000 full:0 --world-size 8 --network 10.0.0.0/8\n"
-        "  nixl-fetch relay nixl_info.json full:0 --keep 3 --memory /mnt/nvme/me\n"
-        "\n"
-        "Pulls each step as soon as all ranks have committed it, from the trainer and\n"
-        "from other relays, and hands it on to engines with FANIN_RELAY. Prints a line "
-        "a\n"
-        "step. Each step has memory of its own; the oldest one makes room. Files in a\n"
-        "directory have no names, so that nothing is left of them. When the trainer "
-        "is\n"
-        "started again, the steps of the launch before are dropped. Ends by SIGINT or\n"
-        "SIGTERM (exit status 0). --timeout is for the connection.",
+    .help = help,
     .run = relay_run,
 };

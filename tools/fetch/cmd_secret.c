@@ -68,20 +68,21 @@ static int run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch secret launch.secret\n"
+    "  nixl-fetch serve --adapter-shape small --secret-file launch.secret --info "
+    "nixl_info.json\n"
+    "\n"
+    "32 random bytes as hexadecimal digits, mode 0600; never over a file that is\n"
+    "there. Ranks and readers of one launch have the same secret, and it is theirs\n"
+    "alone: by it they know each other over TCP, and nobody on the way reads or\n"
+    "alters what they say.";
+
 const command cmd_secret = {
     .name = "secret",
     .arguments = "FILE [OPTION...]",
     .summary = "make a file with a new launch's secret",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch secret launch.secret\n"
-        "  nixl-fetch serve --adapter-shape small --secret-file launch.secret --info "
-        "nixl_info.json\n"
-        "\n"
-        "32 random bytes as hexadecimal digits, mode 0600; never over a file that is "
-        "there. Ranks\n"
-        "and readers of one launch have the same secret, and it is theirs alone: by it "
-        "they know\n"
-        "each other over TCP, and nobody on the way reads or alters what they say.",
+    .help = help,
     .run = run,
 };

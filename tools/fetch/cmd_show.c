@@ -238,21 +238,21 @@ static int show_run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 1, show_key, &asked);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch show 127.0.0.1:6000 --world-size 8 \\\n"
+    "      lora:0:base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight\n"
+    "  nixl-fetch show nixl_info.json 'full:0:*.layers.0.*'\n"
+    "  nixl-fetch show nixl_info.json full:0:lm_head.weight --map --svg head.svg\n"
+    "\n"
+    "KEY is lora:<run>:<name> or full:<run>:<name>, or a name together with --run;\n"
+    "the name may be a pattern with *, ? and [...]. A rank that does not answer is\n"
+    "named; the exit status is then 13.";
+
 const command cmd_show = {
     .name = "show",
     .arguments = "TARGET KEY [OPTION...]",
     .summary = "show which rank holds which box of a key, and where",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch show 127.0.0.1:6000 --world-size 8 \\\n"
-        "      lora:0:base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight\n"
-        "  nixl-fetch show nixl_info.json 'full:0:*.layers.0.*'\n"
-        "  nixl-fetch show nixl_info.json full:0:lm_head.weight --map --svg head.svg\n"
-        "\n"
-        "KEY is lora:<run>:<name> or full:<run>:<name>, or a name together with --run; "
-        "the\n"
-        "name may be a pattern\n"
-        "with *, ? and [...]. A rank that does not answer is named; the exit status is "
-        "then 13.",
+    .help = help,
     .run = show_run,
 };

@@ -173,24 +173,23 @@ static int run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, checked, &r);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch status nixl_info.json\n"
+    "  nixl-fetch status 127.0.0.1:6000 --world-size 8 --max-age 10m --json\n"
+    "\n"
+    "Asks all ranks at once, takes no lease, and tells first what is wrong, the\n"
+    "worst first. Exit status 0: all ranks answer and publish one step; with\n"
+    "--max-age: all answer and have committed within that time. 11: a rank does not\n"
+    "publish the run; 12: a rank is in an update, paused, behind, too old or has\n"
+    "nothing committed; 13: a rank does not answer; 14: other releases or worlds.\n"
+    "The worst counts.";
+
 const command cmd_status = {
     .name = "status",
     .arguments = "TARGET [--run R] [OPTION...]",
     .summary = "every rank's state, and what is wrong with a run",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch status nixl_info.json\n"
-        "  nixl-fetch status 127.0.0.1:6000 --world-size 8 --max-age 10m --json\n"
-        "\n"
-        "Asks all ranks at once, takes no lease, and tells first what is wrong, the "
-        "worst\n"
-        "first. Exit status 0: all ranks answer and publish one step; with --max-age: "
-        "all\n"
-        "answer and have committed within that time. 11: a rank does not publish the "
-        "run;\n"
-        "12: a rank is in an update, paused, behind, too old or has nothing committed; "
-        "13: a\n"
-        "rank does not answer; 14: other releases or worlds. The worst counts.",
+    .help = help,
     .of_some = true,
     .run = run,
 };

@@ -166,24 +166,25 @@ static int run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch top nixl_info.json\n"
+    "  nixl-fetch top 127.0.0.1:6000 --world-size 8 --count 10 >looks.txt\n"
+    "\n"
+    "Draws what 'nixl-fetch status' tells over the terminal once a second: the\n"
+    "problems, then the ranks, those with problems first. Each rank has the bytes\n"
+    "sent since the look before. Takes no lease. q or Ctrl-C ends it, the blank\n"
+    "looks at once. Where standard output is no terminal, it prints a block for each\n"
+    "look.\n"
+    "\n"
+    "--timeout is for each look. After --count looks the exit status is that of\n"
+    "'status' for the last one, after q 0.";
+
 const command cmd_top = {
     .name = "top",
     .arguments = "TARGET [--run R] [OPTION...]",
     .summary = "status again and again, the worst on top",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch top nixl_info.json\n"
-        "  nixl-fetch top 127.0.0.1:6000 --world-size 8 --count 10 >looks.txt\n"
-        "\n"
-        "Draws what 'nixl-fetch status' tells over the terminal once a second: the "
-        "problems,\n"
-        "then the ranks, those with problems first. Each rank has the bytes sent\n"
-        "since the look before. Takes no lease. q or Ctrl-C ends it, the blank looks "
-        "at\n"
-        "once. Where standard output is no terminal, it prints a block for each look.\n"
-        "\n"
-        "--timeout is for each look. After --count looks the exit status is that of\n"
-        "'status' for the last one, after q 0.",
+    .help = help,
     .of_some = true,
     .run = run,
 };

@@ -52,22 +52,21 @@ static int run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch pull nixl_info.json --out adapter --trace pull.json\n"
+    "  nixl-fetch trace pull.json --svg pull.svg\n"
+    "  nixl-fetch trace /tmp/me/fanin-*.json --merge all.json\n"
+    "\n"
+    "FILE is what --trace or FANIN_TRACE has written. A row for each phase of the\n"
+    "calls (-) and of each rank (?: one that has not said which it is), with the\n"
+    "slowest rank of a phase marked. Files of several processes are laid on one\n"
+    "clock: that of the host, or of other hosts by the time of day.";
+
 const command cmd_trace = {
     .name = "trace",
     .arguments = "FILE... [OPTION...]",
     .summary = "say what took how long in traces, rank by rank",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch pull nixl_info.json --out adapter --trace pull.json\n"
-        "  nixl-fetch trace pull.json --svg pull.svg\n"
-        "  nixl-fetch trace /tmp/me/fanin-*.json --merge all.json\n"
-        "\n"
-        "FILE is what --trace or FANIN_TRACE has written. A row for each phase of the "
-        "calls (-)\n"
-        "and of each rank (?: one that has not said which it is), with the slowest "
-        "rank of a phase marked. Files of several "
-        "processes\n"
-        "are laid on one clock: that of the host, or of other hosts by the time of "
-        "day.",
+    .help = help,
     .run = run,
 };

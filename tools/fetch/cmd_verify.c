@@ -542,29 +542,28 @@ static int verify_command(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, open_and_verify, &v);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
+    "  nixl-fetch verify nixl_info.json full:0 /data/me/model-100\n"
+    "  nixl-fetch verify nixl_info.json full:0 --engine http://10.0.0.7:8000\n"
+    "\n"
+    "Reads every byte of the directory's step from the ranks, under leases, and\n"
+    "compares; likewise the configuration. Exit status 0: all is equal, with the\n"
+    "files that were compared. 12: stale, the ranks have moved on to another step or\n"
+    "another life, nothing can be said. 14: a key or a field differs, named, or a\n"
+    "file is missing.\n"
+    "\n"
+    "With --engine, 'python3 -m fanin.check' of the PATH compares digests of what\n"
+    "the engine's workers hold with digests of what the ranks train. Exit status 14:\n"
+    "a tensor is served otherwise, named. 15: Python or fanin's package is not\n"
+    "there.";
+
 const command cmd_verify = {
     .name = "verify",
     .arguments = "TARGET [RUN] [DIR | --engine URL] [OPTION...]",
     .summary = "compare a pulled directory, or what an engine serves, with the ranks",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
-        "  nixl-fetch verify nixl_info.json full:0 /data/me/model-100\n"
-        "  nixl-fetch verify nixl_info.json full:0 --engine http://10.0.0.7:8000\n"
-        "\n"
-        "Reads every byte of the directory's step from the ranks, under leases, and\n"
-        "compares; likewise the configuration. Exit status 0: all is equal, with the "
-        "files\n"
-        "that were compared. 12: stale, the ranks have moved on to another step or "
-        "another\n"
-        "life, nothing can be said. 14: a key or a field differs, named, or a file is "
-        "missing.\n"
-        "\n"
-        "With --engine, 'python3 -m fanin.check' of the PATH compares digests of what "
-        "the\n"
-        "engine's workers hold with digests of what the ranks train. Exit status 14: a "
-        "tensor\n"
-        "is served otherwise, named. 15: Python or fanin's package is not there.",
+    .help = help,
     .takes_directory = true,
     .run = verify_command,
 };

@@ -129,21 +129,20 @@ static int run(const command *self, int argc, const char **argv)
     return session_run(self, argc, argv, &line, table, 0, watch_target, &w);
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch watch 127.0.0.1:6000 --world-size 8 --run 0\n"
+    "  nixl-fetch watch nixl_info.json --json --count 10\n"
+    "\n"
+    "Tells how far the ranks' commits of a step are apart and which rank came last.\n"
+    "While no step comes it tells what the ranks do. A run that the ranks do not\n"
+    "publish is refused. Ends by Ctrl-C, after --count steps, or when a rank is\n"
+    "lost; with --timeout on the command line also after that time, as a failure.";
+
 const command cmd_watch = {
     .name = "watch",
     .arguments = "TARGET [--run R] [OPTION...]",
     .summary = "print a line for every committed step",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch watch 127.0.0.1:6000 --world-size 8 --run 0\n"
-        "  nixl-fetch watch nixl_info.json --json --count 10\n"
-        "\n"
-        "Tells how far the ranks' commits of a step are apart and which rank came "
-        "last.\n"
-        "While no step comes it tells what the ranks do. A run that the ranks do not\n"
-        "publish is refused.\n"
-        "Ends by Ctrl-C, after --count steps, or when a rank is lost; with "
-        "--timeout on\n"
-        "the command line also after that time, as a failure.",
+    .help = help,
     .run = run,
 };

@@ -323,31 +323,27 @@ static int serve_run(const command *self, int argc, const char **argv)
     return code;
 }
 
+static const char help[] =
+    "Examples:\n"
+    "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port 6000\n"
+    "  nixl-fetch serve --adapter-shape small --update-every 5 --info nixl_info.json\n"
+    "  nixl-fetch serve --adapter ./my-adapter --run 3 --base-port 6000\n"
+    "  nixl-fetch serve --model-dir ./my-model --world-size 4 --base-port 6000\n"
+    "  nixl-fetch serve --model qwen3-30b-a3b --full --layers 2 --shrink 8\n"
+    "  nixl-fetch serve --adapter-shape moe --device 0,1 --snapshot --cast bf16 "
+    "--update-every 100\n"
+    "\n"
+    "Prints one line that begins with \"ready:\" when all ranks have committed their\n"
+    "first step. Then serves until SIGINT or SIGTERM, which end all ranks (exit\n"
+    "status 0). A rank that dies ends the others, unless --keep-going is given.\n"
+    "Bytes follow a pattern of key, step and place that 'pull --check-pattern'\n"
+    "proves; those of --adapter and --model-dir are the files' at every step. A\n"
+    "whole model is published as full:R, with config.json in its metadata.";
+
 const command cmd_serve = {
     .name = "serve",
     .arguments = "[OPTION...]",
     .summary = "be a trainer: ranks that hold an adapter or a model and update it",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port "
-        "6000\n"
-        "  nixl-fetch serve --adapter-shape small --update-every 5 --info "
-        "nixl_info.json\n"
-        "  nixl-fetch serve --adapter ./my-adapter --run 3 --base-port 6000\n"
-        "  nixl-fetch serve --model-dir ./my-model --world-size 4 --base-port 6000\n"
-        "  nixl-fetch serve --model qwen3-30b-a3b --full --layers 2 --shrink 8\n"
-        "  nixl-fetch serve --adapter-shape moe --device 0,1 --snapshot --cast bf16 "
-        "--update-every 100\n"
-        "\n"
-        "Prints one line that begins with \"ready:\" when all ranks have committed "
-        "their\n"
-        "first step. Then serves until SIGINT or SIGTERM, which end all ranks (exit\n"
-        "status 0). A rank that dies ends the others, unless --keep-going is given.\n"
-        "Bytes follow a pattern of key, step and place that 'pull --check-pattern' "
-        "proves;\n"
-        "those of --adapter and --model-dir are the files' at every step. A whole "
-        "model "
-        "is\n"
-        "published as full:R, with config.json in its metadata.",
+    .help = help,
     .run = serve_run,
 };
