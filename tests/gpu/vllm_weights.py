@@ -19,14 +19,16 @@ time.
   fp8-ue8m0   the same with scales that are powers of two, which DeepGEMM does not round again
   fp8-moe     the same with Qwen3-MoE and sleep mode; sleep of level 2, then a step
   mla         DeepSeek-V2 (MLA and FusedMoE): steps in place
+  deltas      Qwen3 that AdamW trains in F32: what a step changes, by stream, read ahead and in
+              place; an engine that chooses its path reads the whole
   large       Qwen3-8B's shapes over HTTP: how long an update holds up the engine, with and without
               reading ahead, beside vLLM's own NCCL engine (alternated) and a copy within the device
 
 Needs GPUs, vLLM, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit
 status 77 and the reason without. With one GPU the trainer is one rank beside the engine, and
-`moe-tp2` and `large` are left out. --device cpu rehearses `dense`, `moe`, `fp8` and `fp8-ue8m0`
-(with FANIN_TEST_FP8_KERNEL=) and `large`, in small and without graphs, with vLLM's build for CPUs;
-of `fp8-moe`, whose kernels no CPU has, what is published. The last line is "N passed, N failed".
+`moe-tp2` and `large` are left out. --device cpu rehearses `dense`, `moe`, `deltas`, `fp8` and
+`fp8-ue8m0` (with FANIN_TEST_FP8_KERNEL=) and `large`, in small and without graphs, with vLLM's
+build for CPUs; of `fp8-moe`, whose kernels no CPU has, what is published. The last line is "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -318,15 +320,14 @@ class Part:
         options = {"world_size": ranks, "device": "cuda" if self.gpu else "cpu", **more}
         return self.stack.enter_context(FullTrainer(model, self.scratch / "run", **options))
 
-    def engine(self, model: Path, alone: bool = True, **options: Any) -> Any:
-        one = engine_class()(
-            model,
-            self.scratch / "engine",
-            self.name,
-            alone,
-            last_first() if alone else {},
-            **self.plain(options),
-        )
+    def engine(
+        self, model: Path, alone: bool = True, name: str = "engine", path: str = "", **options: Any
+    ) -> Any:
+        environment = last_first() if alone else {}
+        if path:
+            environment["FANIN_PATH"] = path
+        told = self.plain(options)
+        one = engine_class()(model, self.scratch / name, self.name, alone, environment, **told)
         return self.stack.enter_context(one)
 
     def judge(self, model: Path, alone: bool, options: dict[str, Any]) -> Any:
@@ -604,6 +605,39 @@ def mla(part: Part) -> None:
     run_model(part, where, options, lambda *_: None, train=False)
 
 
+def deltas(part: Part) -> None:
+    model, options = part.model("qwen3", **DENSE), {"compilation_config": GRAPHS}
+    server = {"snapshot": True, "cast": "BF16", "deltas": 4}
+    trainer = part.trainer(model, dtype="float32", lr=1e-6, record=True, server=server)
+    streaming = part.engine(model, name="streaming", path="stream", **options)
+    choosing = part.engine(model, name="choosing", **options)
+    judge = part.judge(model, True, options)
+    trainer.wait_ready()
+    for one in (streaming, choosing, judge):
+        one.wait_ready()
+
+    def arrives(engine: Any, ahead: bool) -> str:
+        step = int(trainer.step()["step"])
+        read_ahead(trainer, engine, step) if ahead else engine.pull(step)
+        judge.ask("load", model=str(trainer.record(step)), options={})
+        compare(step, engine, judge)
+        part.say(engine.ways()[-1])
+        return str(engine.ways()[-1])
+
+    for ahead in (True, False):
+        failure = streaming.init(str(trainer.info), **({} if ahead else {"deltas": True}))
+        assert not failure, failure
+        ways = [arrives(streaming, ahead) for _ in range(4)]
+        since = [f"since step {trainer.published - 4 + at}" in way for at, way in enumerate(ways)]
+        assert since == [False, True, True, True], ways
+        assert all("by stream" in way for way in ways), ways
+    failure = choosing.init(str(trainer.info), deltas=True)
+    assert not failure, failure
+    ways = [arrives(choosing, False) for _ in range(2)]
+    own = "cuda_ipc" if part.gpu else "cma"
+    assert all(own in way and "since" not in way for way in ways), ways
+
+
 # ------------------------------------------------------------------------------------- how long
 
 
@@ -825,11 +859,12 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "fp8-ue8m0": fp8_ue8m0,
     "fp8-moe": fp8_moe,
     "mla": mla,
+    "deltas": deltas,
     "large": large,
 }
 ALONE = {"large"}
 ON_TWO = {"moe-tp2", "large"}
-ON_CPU = {"dense", "moe", "fp8", "fp8-ue8m0", "fp8-moe", "large"}
+ON_CPU = {"dense", "moe", "deltas", "fp8", "fp8-ue8m0", "fp8-moe", "large"}
 
 
 def one_part(name: str, scratch: Path, options: argparse.Namespace, told: dict[str, Any]) -> bool:
