@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import pathlib
-from typing import Any
 
 import fanin
 import pytest
@@ -24,18 +23,12 @@ ENDS = {
 CRASHES = ("Fatal Python error", "Segmentation", "terminate called", "double free")
 
 
-def options_of(folder: pathlib.Path, **more: Any) -> dict[str, Any]:
-    record = folder / "record"
-    record.mkdir()
-    return {"kind": "qwen2", "r": 3, "record": str(record), **more}
-
-
 @pytest.mark.parametrize("how", ENDS)
 def test_trainers_end(how: str, tmp_path: pathlib.Path) -> None:
     """While a worker waits for their next step, which then fails and tells whom it lost."""
-    with World(2, options_of(tmp_path), tmp_path / "world") as world:
+    with World(2, {}, tmp_path / "world", "fsdp_trainer.py") as world:
         with (
-            fanin.Client(world.addresses()) as client,
+            fanin.Client(world.expect("ready")[0]["addresses"]) as client,
             concurrent.futures.ThreadPoolExecutor(1) as pool,
         ):
             assert client.pull_adapter("0", tmp_path / "first").step == 1

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from worlds import Control, digests, join_world
+from worlds import Control, join_world
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
             raise ConnectionError("the engine is gone")
         got = {name: torch.zeros_like(tensor) for name, tensor in self.expected.items()}
         self.client.pull_into(self.run, got, step=info["step"], timeout=30)
-        assert digests(got) == digests(self.expected)
+        assert all(torch.equal(got[name], one) for name, one in self.expected.items())
         self.calls.append(f"update {info['step']}")
 
     def finish_weight_update(self, version: str) -> None:

@@ -13,7 +13,6 @@ import collections.abc
 import contextlib
 import datetime
 import faulthandler
-import hashlib
 import importlib.util
 import json
 import os
@@ -41,7 +40,6 @@ def package_folder() -> pathlib.Path:
 
 PYTHON = package_folder()
 PATIENCE = 180.0  # seconds; a machine of two cores that runs other tests as well is slow
-PREFIX = "base_model.model."
 
 # ------------------------------------------------------------------------ the test's side
 
@@ -150,13 +148,7 @@ def child(
 class World:
     """The ranks of one torch.distributed job; each gets the options and tells 'ready'."""
 
-    def __init__(
-        self,
-        size: int,
-        options: dict[str, Any],
-        folder: pathlib.Path,
-        script: str = "fsdp_trainer.py",
-    ):
+    def __init__(self, size: int, options: dict[str, Any], folder: pathlib.Path, script: str):
         folder.mkdir(parents=True, exist_ok=True)
         options = {**options, "rendezvous": f"file://{folder}/rendezvous"}
         self.ranks: list[Child] = []
@@ -199,13 +191,26 @@ class World:
         self.tell(what, **fields)
         return self.expect("done", timeout)
 
-    def addresses(self) -> list[str]:
-        """Waits until all ranks serve."""
-        return self.expect("ready")[0]["addresses"]
-
     def wait(self, timeout: float = PATIENCE) -> list[int]:
         limit = time.monotonic() + timeout
         return [rank.wait(max(limit - time.monotonic(), 0.1)) for rank in self.ranks]
+
+
+@contextlib.contextmanager
+def case_world(size: int, folder: pathlib.Path, script: str) -> collections.abc.Iterator[World]:
+    """Ranks whose script is run_cases(), for run_case()."""
+    with World(size, {}, folder, script) as ranks:
+        ranks.expect("ready")
+        yield ranks
+        ranks.tell("exit")
+        assert set(ranks.wait()) == {0}
+
+
+def run_case(ranks: World, case: str, *arguments: Any, **options: Any) -> None:
+    """On all ranks at once."""
+    told = ranks.do("run", case=case, arguments=arguments, options=options)
+    for rank, answer in enumerate(told):
+        assert answer["error"] is None, f"rank {rank}: {answer['error']}"
 
 
 # ------------------------------------------------------------------------ the child's side
@@ -287,24 +292,3 @@ def run_cases(cases: collections.abc.Mapping[str, Any]) -> None:
         else:
             control.say("done", error=None)
     dist.destroy_process_group()
-
-
-# --------------------------------------------------------------------- adapters compared
-
-
-def saved_name(name: str, adapter: str = "default") -> str:
-    """The name under which PEFT saves the parameter of that name."""
-    parts = [part for part in name.split(".") if part != adapter]
-    return PREFIX + ".".join(parts).removeprefix(PREFIX)
-
-
-def digests(tensors: collections.abc.Mapping[str, Any]) -> dict[str, str]:
-    """What each torch tensor is: dtype, shape and the digest of its bytes."""
-    import torch
-
-    found = {}
-    for name, value in tensors.items():
-        flat = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-        found[name] = f"{value.dtype} {list(value.shape)} {digest}"
-    return found
