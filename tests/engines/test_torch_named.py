@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls into PyTorch's tensors by name: what may happen to them between two pulls."""
+"""Pulls into PyTorch's tensors by name: what may happen to them between two pulls and in one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import fanin
-import fanin.client
 import pytest
 import torch
-from fanin import _ffi
+from fanin import _ffi, _puller
 from fanin._library import library
 from fanin._named import KEPT, Named
 from fanin._tensors import BOX_SIZE, TENSOR_SIZE, pack, shard_of
@@ -65,7 +64,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(name)
         return shard_of(name, *arguments, **more)
 
-    monkeypatch.setattr(fanin.client, "shard_of", spy)
+    monkeypatch.setattr(_puller, "shard_of", spy)
     return seen
 
 
@@ -78,13 +77,6 @@ def pull(client: fanin.Client, rank: Rank, into: dict[str, Any]) -> None:
     for name, tensor in into.items():
         assert torch.equal(tensor, rank.tensors[name]), name
     rank.advance()
-
-
-def test_again_and_again(rank: Rank, client: fanin.Client, described: list[str]) -> None:
-    into = room()
-    for _ in range(4):
-        pull(client, rank, into)
-    assert described == []
 
 
 def test_new_dict_of_new_objects(rank: Rank, client: fanin.Client, described: list[str]) -> None:
@@ -299,3 +291,84 @@ def test_described_as_by_python() -> None:
     named = held[0]
     packed = pack(shard_of(name, tensor) for name, tensor in tensors.items())
     assert fields(named.address, len(named)) == fields(packed.address, len(packed))
+
+
+# --------------------------------------------------------------- while a pull is under way
+
+
+def test_a_pull_keeps_what_it_writes(client: fanin.Client) -> None:
+    """Another thread may give a tensor other memory meanwhile."""
+    into = room()
+    client.pull_into("0", into)
+    for _ in range(2):
+        seen: list[bool] = []
+        storage = StorageWeakRef(into["a"].untyped_storage())
+
+        def swap(_: int, __: int, of: Any = storage, told: Any = seen) -> None:
+            into["a"].data = torch.zeros(SHAPE)
+            gc.collect()
+            told.append(of.expired())
+
+        client.pull_into("0", into, progress=swap)
+        assert seen and not any(seen)
+        # What it has now was not asked for.
+        assert torch.equal(into["a"], torch.zeros(SHAPE))
+        gc.collect()
+        assert storage.expired()
+
+
+def test_what_is_kept_is_what_was_described(
+    rank: Rank, client: fanin.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever moves a tensor after it was looked for and before it is described."""
+    into, describe = {"a": room()["a"]}, Named._describe
+    storages: list[Any] = []
+
+    def moving(self: Named, *arguments: Any) -> Any:
+        into["a"].data = torch.zeros(SHAPE)
+        found = describe(self, *arguments)
+        assert found is not None
+        storages.extend(found[1])
+        return found
+
+    monkeypatch.setattr(Named, "_describe", moving)
+    client.pull_into("0", into)
+    assert [s.data_ptr() for s in storages] == [into["a"].data_ptr()]
+    assert torch.equal(into["a"], rank.tensors["a"])
+
+
+def test_a_subclass_does_nothing_in_between(client: fanin.Client) -> None:
+    """It could give the tensor other memory when its storage is asked for."""
+
+    class Restless(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *rest: Any, **more: Any) -> Any:
+            if func is torch.Tensor.untyped_storage:
+                raise AssertionError("asked")
+            return super().__torch_function__(func, *rest, **more)
+
+    into = {"a": room()["a"].as_subclass(Restless)}
+    held = Named(library()).hold(list(into), list(into.values()))
+    assert held is not None and held[1][0].data_ptr() == into["a"].data_ptr()
+
+
+def test_what_the_first_call_reads_stays(client: fanin.Client) -> None:
+    """The library reads the first call's description as long as that runs."""
+    into = room()
+    alive: list[bool] = []
+
+    def again(*_: int) -> None:
+        (described,) = client._named._kept
+        arrays = [one for one in described._buffers if isinstance(one, ctypes.Array)]
+        memory = [weakref.ref(one) for one in arrays]
+        del arrays
+        for call in (client.pull_into, client.begin):
+            with pytest.raises(fanin.StateError, match="under way"):
+                call("0", into)
+        gc.collect()
+        alive.extend(ref() is not None for ref in memory)
+
+    client.pull_into("0", into, progress=again)
+    assert alive and all(alive)
+    for _ in range(3):
+        client.pull_into("0", into)
