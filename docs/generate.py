@@ -17,6 +17,7 @@ import json
 import pathlib
 import re
 import sys
+import textwrap
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -171,8 +172,11 @@ COUNTERS_PY = '''# SPDX-License-Identifier: Apache-2.0
 # fmt: off
 """What a rank counts. Made by docs/generate.py of common/counters/counters.h."""
 
-SERVER_STATS = (
-{members})
+SERVER_STATS = tuple(
+    """
+{members}
+""".split()
+)
 """Members of ``fanin_server_stats`` behind its size, in their order."""
 
 TOLD: dict[str, tuple[str, dict[str, str]]] = {{
@@ -191,7 +195,7 @@ def counters_py():
     told = [one for one in counters() if one.kind != "OWN" and one.metric]
     labels = [dict(re.findall(r'(\w+)="(\w+)"', one.label)) for one in told]
     return COUNTERS_PY.format(
-        members="".join(f'    "{name}",\n' for name in members),
+        members=textwrap.fill(" ".join(members), 96),
         told="".join(
             f'    "{one.name}": ("{one.metric}", {json.dumps(label)}),\n'
             for one, label in zip(told, labels, strict=True)

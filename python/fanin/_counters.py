@@ -3,55 +3,17 @@
 # fmt: off
 """What a rank counts. Made by docs/generate.py of common/counters/counters.h."""
 
-SERVER_STATS = (
-    "pulls_good",
-    "pulls_stale",
-    "pulls_abandoned",
-    "begins_granted",
-    "begins_refused",
-    "bytes_streamed",
-    "reads_streamed",
-    "reads_refused",
-    "updates",
-    "commits",
-    "aborts",
-    "commits_withdrawn",
-    "drain_wait_ns_total",
-    "drain_wait_ns_max",
-    "drains_expired",
-    "sessions_opened",
-    "sessions_refused",
-    "protocol_errors",
-    "sessions",
-    "leases",
-    "publications",
-    "tensors",
-    "session_memory",
-    "ipc_mappers",
-    "publications_paused",
-    "sessions_evicted",
-    "requests_delayed",
-    "log_lines_left_out",
-    "drains_cut",
-    "held_up_ns_max",
-    "held_up_by",
-    "drain_waits",
-    "sends_waiting",
-    "bytes_tls",
-    "bytes_cma",
-    "bytes_rdma",
-    "bytes_cuda_ipc",
-    "control_cpu_ns",
-    "data_cpu_ns",
-    "relays",
-    "relay_units",
-    "relay_bytes_origin",
-    "relay_bytes_relays",
-    "relay_late",
-    "relay_taken_over",
-    "bytes_patches",
-    "patches_made",
-    "patches_lacking",
+SERVER_STATS = tuple(
+    """
+pulls_good pulls_stale pulls_abandoned begins_granted begins_refused bytes_streamed
+reads_streamed reads_refused updates commits aborts commits_withdrawn drain_wait_ns_total
+drain_wait_ns_max drains_expired sessions_opened sessions_refused protocol_errors sessions
+leases publications tensors session_memory ipc_mappers publications_paused sessions_evicted
+requests_delayed log_lines_left_out drains_cut held_up_ns_max held_up_by drain_waits
+sends_waiting bytes_tls bytes_cma bytes_rdma bytes_cuda_ipc control_cpu_ns data_cpu_ns relays
+relay_units relay_bytes_origin relay_bytes_relays relay_late relay_taken_over bytes_patches
+patches_made patches_lacking
+""".split()
 )
 """Members of ``fanin_server_stats`` behind its size, in their order."""
 
