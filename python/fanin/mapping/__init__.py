@@ -18,8 +18,9 @@ in which its loader works is in ``fanin.vllm.reload``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fanin._lazy import lazily
 from fanin.mapping._errors import MappingError, Refusal
 from fanin.mapping._file import FORMAT, load
 from fanin.mapping._mapping import (
@@ -67,19 +68,6 @@ __all__ = [
     "unwanted",
 ]
 
-_WITH_TORCH = {
-    "ModelState": "_state",
-    "Recording": "_record",
-    "Target": "_record",
-    "Trace": "_trace",
-    "key_digest": "_record",
-    "record": "_record",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        from importlib import import_module
-
-        return getattr(import_module(f"fanin.mapping.{_WITH_TORCH[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_RECORD = ("Recording", "Target", "key_digest", "record")  # need PyTorch, as these two do
+_WITH_TORCH = {"ModelState": "_state", "Trace": "_trace", **dict.fromkeys(_RECORD, "_record")}
+__getattr__ = lazily(__name__, _WITH_TORCH)

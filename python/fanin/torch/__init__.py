@@ -20,8 +20,9 @@ PyTorch is imported when one of the two classes, or that function, is first used
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fanin._lazy import lazily
 from fanin.torch._names import NamesFunction, Slice, chain, on_disk, per_expert, renamed, slot
 
 if TYPE_CHECKING:
@@ -47,22 +48,7 @@ __all__ = [
     "slot",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "AdapterServer":
-        from fanin.torch.server import AdapterServer
-
-        return AdapterServer
-    if name == "WeightServer":
-        from fanin.torch.weights import WeightServer
-
-        return WeightServer
-    if name in ("compact", "Compacted"):
-        from fanin.torch import _compact
-
-        return getattr(_compact, name)
-    if name in ("Transform", "Values", "parts_of"):
-        from fanin.torch import _transform
-
-        return getattr(_transform, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_PLACES = {"AdapterServer": "server", "WeightServer": "weights"}
+_PLACES |= {"Compacted": "_compact", "compact": "_compact"}
+_PLACES |= dict.fromkeys(("Transform", "Values", "parts_of"), "_transform")
+__getattr__ = lazily(__name__, _PLACES)

@@ -28,7 +28,9 @@ TRL, transformers and PyTorch are imported when the classes are first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fanin._lazy import lazily
 
 if TYPE_CHECKING:
     from fanin.trl.generation import PullMixin
@@ -36,14 +38,4 @@ if TYPE_CHECKING:
 
 __all__ = ["PublishCallback", "PullMixin"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "PublishCallback":
-        from fanin.trl.publish import PublishCallback
-
-        return PublishCallback
-    if name == "PullMixin":
-        from fanin.trl.generation import PullMixin
-
-        return PullMixin
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, {"PublishCallback": "publish", "PullMixin": "generation"})
