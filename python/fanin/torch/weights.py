@@ -309,12 +309,7 @@ class WeightServer(Publisher):
         Args:
             run: the publication is ``full:<run>``.
             model: the module that is trained.
-            names: as the constructor's.
-            config: as the constructor's.
-            merge: as the constructor's.
-            transform: as the constructor's.
-            quantize: as the constructor's.
-            skip_modules: as the constructor's.
+            names, config, merge, transform, quantize, skip_modules: as the constructor's.
             deltas: as the constructor's; None: what the constructor was told.
 
         Raises:
