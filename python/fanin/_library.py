@@ -245,6 +245,12 @@ def check(status: int, error: _ffi.Error) -> None:
     )
 
 
+def checked(function: Any, *arguments: Any) -> None:
+    """Calls a function of the library whose last argument is the error, and raises what it says."""
+    error = new_error()
+    check(function(*arguments, ctypes.byref(error)), error)
+
+
 def sweep_adapter_directory(directory: str | os.PathLike[str]) -> int:
     """Removes what pulls into *directory* have left that were killed; how many adapters.
 
@@ -260,11 +266,7 @@ def sweep_adapter_directory(directory: str | os.PathLike[str]) -> int:
     if b"\0" in path:
         raise RequestError.make(f"the directory is {directory!r}, not a path")
     removed = ctypes.c_uint64()
-    error = new_error()
-    status = library().fanin_sweep_adapter_directory(
-        path, ctypes.byref(removed), ctypes.byref(error)
-    )
-    check(status, error)
+    checked(library().fanin_sweep_adapter_directory, path, ctypes.byref(removed))
     return removed.value
 
 
@@ -287,11 +289,10 @@ def trace(file: str | os.PathLike[str]) -> Iterator[None]:
         raise RequestError.make(
             f"file is {type(file).__name__}, not a path", "give a str or a Path"
         )
-    start, error = library().fanin_trace_start, new_error()
-    check(start(c_string(os.fspath(file), "file"), ctypes.byref(error)), error)
+    checked(library().fanin_trace_start, c_string(os.fspath(file), "file"))
     try:
         yield
     except BaseException:
         library().fanin_trace_stop(None)
         raise
-    check(library().fanin_trace_stop(ctypes.byref(error)), error)
+    checked(library().fanin_trace_stop)

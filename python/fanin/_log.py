@@ -30,7 +30,7 @@ import time
 import traceback
 
 from . import _ffi
-from ._library import check, library, new_error, text
+from ._library import checked, library, text
 
 _LINES = 2048  # of 1 KiB, for each of the two rings
 _WAIT_MS = 3_600_000  # closing the ring ends the wait
@@ -51,16 +51,9 @@ class _Ring:
         self._library = library()
         self._logger = logger
         level = logging.getLogger("fanin").getEffectiveLevel()
-        handle, error = ctypes.c_void_p(), new_error()
-        check(
-            self._library.fanin_log_ring_create(
-                _LINES,
-                _ffi.LOG_DEBUG if level <= logging.DEBUG else _ffi.LOG_INFO,
-                ctypes.byref(handle),
-                ctypes.byref(error),
-            ),
-            error,
-        )
+        handle = ctypes.c_void_p()
+        least = _ffi.LOG_DEBUG if level <= logging.DEBUG else _ffi.LOG_INFO
+        checked(self._library.fanin_log_ring_create, _LINES, least, ctypes.byref(handle))
         self.handle = handle
         self._thread = threading.Thread(target=self._drain, name=f"{logger.name}-log", daemon=True)
         self._thread.start()
@@ -123,9 +116,9 @@ def _follow_environment() -> None:
     logger = logging.getLogger("fanin")
     if not choice or logger.level != logging.NOTSET or logger.handlers:
         return
-    level, descriptor, error = ctypes.c_int32(), ctypes.c_int32(), new_error()
-    where = ctypes.byref(level), ctypes.byref(descriptor), ctypes.byref(error)
-    check(library().fanin_log_choice(os.fsencode(choice), *where), error)
+    level, descriptor = ctypes.c_int32(), ctypes.c_int32()
+    where = ctypes.byref(level), ctypes.byref(descriptor)
+    checked(library().fanin_log_choice, os.fsencode(choice), *where)
     handler: logging.Handler | None = None
     if descriptor.value >= 0:
         handler = logging.StreamHandler(os.fdopen(descriptor.value, "a", encoding="utf-8"))

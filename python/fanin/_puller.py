@@ -17,6 +17,7 @@ from ._exit import ClosableHandle, OpenHandles
 from ._library import (
     c_string,
     check,
+    checked,
     dtype_code,
     initialised,
     integer,
@@ -36,19 +37,7 @@ _T = TypeVar("_T")
 Listeners = tuple[Callable[[int, int], None] | None, Callable[[PullProgress], None] | None]
 Report = Callable[[Callable[[], None]], None]
 
-_PHASES = (
-    "connect",
-    "catalog",
-    "plan",
-    "wait",
-    "begin",
-    "read",
-    "scatter",
-    "end",
-    "write",
-    "verify",
-    "apply",
-)
+_PHASES = "connect catalog plan wait begin read scatter end write verify apply".split()
 # A cancelled call ends within moments; only a file system that hangs takes longer.
 _CLOSE_SECONDS = 10.0
 
@@ -420,11 +409,8 @@ class Prepared:
         self._library = library
         #: ctypes takes this object for it, so that a call holds what it was given.
         self._as_parameter_ = ctypes.c_void_p()
-        error = new_error()
-        status = library.fanin_destination_create(
-            described.address, len(described), self._out(), ctypes.byref(error)
-        )
-        check(status, error)
+        create = library.fanin_destination_create
+        checked(create, described.address, len(described), self._out())
 
     def touched(self) -> None:
         """Something else has written the memory: what it holds is no step's any more."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from . import _ffi
 from ._calls import Use
-from ._library import c_string, check, integer, milliseconds, new_error, text
+from ._library import c_string, checked, integer, milliseconds, new_error, text
 from ._log import log_target
 from ._options import ClientOptions, filled, takes
 from ._puller import Puller, Report, c_addresses, finish, set_max_bytes
@@ -77,11 +77,8 @@ class Client(Puller):
         config = filled(_ffi.ClientConfig, self._library.fanin_client_config_init, options)
         config.log, config.log_cookie = log_target("client")
 
-        handle, error = ctypes.c_void_p(), new_error()
-        status = self._library.fanin_client_create(
-            ctypes.byref(config), ctypes.byref(handle), ctypes.byref(error)
-        )
-        check(status, error)
+        handle = ctypes.c_void_p()
+        checked(self._library.fanin_client_create, ctypes.byref(config), ctypes.byref(handle))
         self._made(handle)
         if options.addresses is not None:
             try:
@@ -313,9 +310,9 @@ class Client(Puller):
                 "deltas are asked for into memory that is described anew at each call",
                 "pack it once: fanin.pack(fanin.shard_of(name, one) ...), and give that each time",
             )
-        checked = deltas if verify is None else verify
+        verify = deltas if verify is None else verify
         packed, memory, options = self._filling(
-            run, tensors, step, at_least, timeout, max_attempts, dtype, stream, max_bytes, checked
+            run, tensors, step, at_least, timeout, max_attempts, dtype, stream, max_bytes, verify
         )
         options.deltas = deltas
         lib = self._library

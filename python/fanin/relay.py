@@ -11,7 +11,7 @@ from typing import Any
 
 from . import _ffi
 from ._calls import Use
-from ._library import c_string, check, initialised, new_error
+from ._library import c_string, checked, initialised
 from ._log import log_target
 from ._options import ClientOptions, ServerOptions, filled, networks, takes
 from ._puller import Puller, c_addresses
@@ -102,11 +102,8 @@ class Relay(Puller):
         server = filled(_ffi.ServerConfig, self._library.fanin_server_config_init, serving)
         server.log, server.log_cookie = log_target("server")
         config.server = ctypes.pointer(server)
-        handle, error = ctypes.c_void_p(), new_error()
-        status = self._library.fanin_relay_create(
-            ctypes.byref(config), array, len(array), ctypes.byref(handle), ctypes.byref(error)
-        )
-        check(status, error)
+        handle, create = ctypes.c_void_p(), self._library.fanin_relay_create
+        checked(create, ctypes.byref(config), array, len(array), ctypes.byref(handle))
         self._made(handle)
 
     def pull_into(

@@ -17,6 +17,7 @@ from ._exit import ClosableHandle, OpenHandles
 from ._library import (
     c_string,
     check,
+    checked,
     dtype_code,
     initialised,
     integer,
@@ -139,11 +140,8 @@ class Server(ClosableHandle):
         # on its way back leaves its entry, which keeps too much alive rather than too little.
         self._transit: dict[object, PackedTensors] = {}
 
-        handle, error = ctypes.c_void_p(), new_error()
-        status = self._library.fanin_server_create(
-            ctypes.byref(config), ctypes.byref(handle), ctypes.byref(error)
-        )
-        check(status, error)
+        handle = ctypes.c_void_p()
+        checked(self._library.fanin_server_create, ctypes.byref(config), ctypes.byref(handle))
         self._handle = handle
         self._pages: list[MetricsPage] = []
         self._port = int(self._library.fanin_server_port(handle))
