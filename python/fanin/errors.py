@@ -52,31 +52,19 @@ def first_of(what: Iterable[object], most: int = 4, between: str = ", ") -> str:
     return between.join(told[:most]) + more
 
 
+# By the first code of each class, counted down from there.
+_CODES = {
+    -100: "ARGUMENT EXISTS NOT_FOUND STATE",
+    -200: "STALE TIMEOUT CANCELLED SUPERSEDED PAUSED",
+    -300: "UNREACHABLE CLOSED LIMIT AUTH",
+    -400: "PROTOCOL VERSION WORLD INCOMPLETE UNSUPPORTED MISMATCH",
+    -500: "IO MEMORY TRANSPORT",
+    -600: "FORKED INTERNAL",
+}
 _NAMES = {
-    -100: "FANIN_ERR_ARGUMENT",
-    -101: "FANIN_ERR_EXISTS",
-    -102: "FANIN_ERR_NOT_FOUND",
-    -103: "FANIN_ERR_STATE",
-    -200: "FANIN_ERR_STALE",
-    -201: "FANIN_ERR_TIMEOUT",
-    -202: "FANIN_ERR_CANCELLED",
-    -203: "FANIN_ERR_SUPERSEDED",
-    -204: "FANIN_ERR_PAUSED",
-    -300: "FANIN_ERR_UNREACHABLE",
-    -301: "FANIN_ERR_CLOSED",
-    -302: "FANIN_ERR_LIMIT",
-    -303: "FANIN_ERR_AUTH",
-    -400: "FANIN_ERR_PROTOCOL",
-    -401: "FANIN_ERR_VERSION",
-    -402: "FANIN_ERR_WORLD",
-    -403: "FANIN_ERR_INCOMPLETE",
-    -404: "FANIN_ERR_UNSUPPORTED",
-    -405: "FANIN_ERR_MISMATCH",
-    -500: "FANIN_ERR_IO",
-    -501: "FANIN_ERR_MEMORY",
-    -502: "FANIN_ERR_TRANSPORT",
-    -600: "FANIN_ERR_FORKED",
-    -601: "FANIN_ERR_INTERNAL",
+    first - at: f"FANIN_ERR_{name}"
+    for first, names in _CODES.items()
+    for at, name in enumerate(names.split())
 }
 
 # What the same call may survive without anybody changing anything: all that a later pull can
@@ -289,23 +277,14 @@ class ProcessError(FaninError):
 
 
 _CLASSES: dict[int, type[FaninError]] = {
-    -102: NotFoundError,
-    -103: StateError,
-    -200: StaleError,
-    -201: PullTimeoutError,
-    -202: CancelledError,
-    -203: SupersededError,
-    -204: PausedError,
-    -300: UnreachableError,
+    kind.default_code: kind
+    for kind in (
+        *(NotFoundError, StateError, StaleError, PullTimeoutError, CancelledError),
+        *(SupersededError, PausedError, UnreachableError),
+    )
 }
-_HUNDREDS: dict[int, type[FaninError]] = {
-    1: RequestError,
-    2: PullAgainError,
-    3: ConnectionFailedError,
-    4: PeerError,
-    5: HostError,
-    6: ProcessError,
-}
+_FIRST = (RequestError, PullAgainError, ConnectionFailedError, PeerError, HostError, ProcessError)
+_HUNDREDS: dict[int, type[FaninError]] = dict(enumerate(_FIRST, 1))
 
 
 def error_class(code: int) -> type[FaninError]:

@@ -30,22 +30,11 @@ _TOGETHER = (
     ("in_proj_a", "in_proj_b"),
 )
 """What engines hold as one matrix, of which there is one precision."""
+_FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 _GROUP = {
     "targets": ["Linear"],
-    "weights": {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "channel",
-        "symmetric": True,
-        "dynamic": False,
-    },
-    "input_activations": {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "token",
-        "symmetric": True,
-        "dynamic": True,
-    },
+    "weights": {**_FLOAT, "strategy": "channel", "dynamic": False},
+    "input_activations": {**_FLOAT, "strategy": "token", "dynamic": True},
 }
 _EXAMPLES = (
     'give quantize="fp8", {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": '

@@ -144,13 +144,9 @@ def _text(path: str) -> str:
 _QUESTIONS = ("fanin_leave_update", "fanin_not_whole", "fanin_step")
 #: What a core does at once when it has ended what it is at: at most an update.
 _AT_ONCE = (
-    "fanin_weights_state",
-    "get_weight_version",
-    "is_scheduler_paused",
-    "reset_prefix_cache",
-    "resume_scheduler",
-    "set_weight_version",
-)
+    "fanin_weights_state get_weight_version is_scheduler_paused reset_prefix_cache"
+    " resume_scheduler set_weight_version"
+).split()
 _BOUNDED = WATCHED.union(_AT_ONCE) - {"reload_weights", "fanin_check_weights"}
 # Seconds beside twice the timeout, in which an update may be installed.
 _MORE = 60.0
