@@ -4,75 +4,34 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fanin
-import numpy as np
 import pytest
-from local_world import PATIENCE
+from local_world import PATIENCE, Processes, empty, stop
 
 WAITED = 0.4
 """Seconds that calls have."""
 
-RANK = """
-import sys, fanin, numpy as np
-rank = int(sys.argv[1])
-with fanin.Server(world_id=bytes(range(16)), rank=rank, world_size=2, use_ucx=False) as server:
-    half = np.full(4, rank, np.float32)
-    server.put("lora:0", [fanin.shard_of("x", half, shape=(8,), offset=(4 * rank,))])
-    server.commit("lora:0", 1)
-    print(server.port, flush=True)
-    sys.stdin.read()
-"""
-
-
-class Ranks:
-    """Two processes; the second one can be stopped, whose number and address these are."""
-
-    def __init__(self) -> None:
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        self.addresses = []
-        for process in self.processes:
-            assert process.stdout is not None
-            self.addresses.append(f"127.0.0.1:{int(process.stdout.readline())}")
-
-    def stop(self) -> None:
-        os.kill(self.processes[1].pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.processes[1].pid, os.WSTOPPED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        os.kill(self.processes[1].pid, signal.SIGCONT)
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate(timeout=PATIENCE)
-
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
+def ranks() -> Iterator[Processes]:
+    """The second one is stopped, or gone."""
+    made = Processes(use_ucx=False)
+    made.publish(1)
     yield made
-    made.end()
+    for process in made.processes:
+        process.kill()
+        process.join(PATIENCE)
 
 
-def into() -> dict[str, np.ndarray[Any, Any]]:
-    return {"x": np.zeros(8, np.float32)}
+def stop_one(ranks: Processes) -> None:
+    pid = ranks.processes[1].pid
+    assert pid is not None
+    stop(pid)
 
 
 def failed(file: Path) -> list[dict[str, Any]]:
@@ -101,12 +60,12 @@ def times_out(call: Callable[[], object]) -> None:
     assert time.monotonic() - began < PATIENCE
 
 
-def test_one_that_is_stopped_before_it_is_known(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.stop()
+def test_one_that_is_stopped_before_it_is_known(ranks: Processes, tmp_path: Path) -> None:
+    stop_one(ranks)
     with fanin.trace(tmp_path / "t"):
         times_out(
             lambda: fanin.Client(ranks.addresses, use_ucx=False, connect_timeout=WAITED).pull_into(
-                0, into(), timeout=WAITED
+                0, empty(), timeout=WAITED
             )
         )
     assert failed(tmp_path / "t")
@@ -116,39 +75,39 @@ def test_one_that_is_stopped_before_it_is_known(ranks: Ranks, tmp_path: Path) ->
     assert max(e["dur"] for e in failed(tmp_path / "t")) > WAITED * 1e6 * 0.4
 
 
-def test_one_that_has_gone(ranks: Ranks, tmp_path: Path) -> None:
+def test_one_that_has_gone(ranks: Processes, tmp_path: Path) -> None:
     ranks.processes[1].kill()
-    ranks.processes[1].wait(PATIENCE)
+    ranks.processes[1].join(PATIENCE)
     with fanin.trace(tmp_path / "t"):
         times_out(
             lambda: fanin.Client(ranks.addresses, use_ucx=False).pull_into(
-                0, into(), timeout=WAITED
+                0, empty(), timeout=WAITED
             )
         )
     rows = {(e["name"], e["row"]) for e in failed(tmp_path / "t")}
     assert rows == {("connect", f"rank ? at {ranks.addresses[1]}")}
 
 
-def test_one_that_is_stopped_while_steps_are_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+def test_one_that_is_stopped_while_steps_are_waited_for(ranks: Processes, tmp_path: Path) -> None:
     with fanin.Client(ranks.addresses, use_ucx=False) as client:
-        client.pull_into(0, into())
-        ranks.stop()
+        client.pull_into(0, empty())
+        stop_one(ranks)
         with fanin.trace(tmp_path / "t"):
-            times_out(lambda: client.pull_into(0, into(), timeout=WAITED))
+            times_out(lambda: client.pull_into(0, empty(), timeout=WAITED))
     expect(tmp_path / "t", "wait", "rank 1", ranks.addresses[1])
 
 
 @pytest.mark.parametrize("phase", ["read", "end"])
-def test_one_that_is_stopped_under_its_lease(phase: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_one_that_is_stopped_under_its_lease(phase: str, ranks: Processes, tmp_path: Path) -> None:
     """By stream it sends neither what is read nor whether it stood still."""
     with (
         fanin.Client(ranks.addresses, use_ucx=False, path="stream") as client,
         fanin.trace(tmp_path / "t"),
     ):
-        session = client.begin(0, into(), timeout=2 * WAITED)
+        session = client.begin(0, empty(), timeout=2 * WAITED)
         if phase == "end":
             session.read()
-        ranks.stop()
+        stop_one(ranks)
         times_out(session.read if phase == "read" else session.end)
         session.close()
     expect(tmp_path / "t", phase, "rank 1", ranks.addresses[1])
