@@ -17,7 +17,7 @@ from fanin.torch import compact
 from fanin.torch._segments import count_segments, tell_segments
 from full_models import random_model
 from safetensors.torch import load_file
-from worlds import World
+from worlds import World, case_world, run_case
 
 ARENA = 64 << 10
 
@@ -57,23 +57,18 @@ def train(models: list[Any], optimizers: list[Any], seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(4, {}, tmp_path_factory.mktemp("four"), "compact_ranks.py") as ranks:
-        ranks.expect("ready")
+    with case_world(4, tmp_path_factory.mktemp("four"), "compact_ranks.py") as ranks:
         yield ranks
-        ranks.tell("exit")
-        assert ranks.wait() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("layout", ["odd", "ddp", "fsdp", "hsdp", "fsdp+tp"])
 @pytest.mark.parametrize("case", ["trained", "published"])
 def test_in_a_world(four: World, case: str, layout: str) -> None:
-    for rank, answer in enumerate(four.do("run", timeout=60, case=case, arguments=[layout])):
-        assert answer["error"] is None, f"rank {rank}: {answer['error']}"
+    run_case(four, case, layout)
 
 
 def test_what_fsdp_holds_elsewhere_is_refused_by_name(four: World) -> None:
-    for rank, answer in enumerate(four.do("run", case="refused", arguments=[""])):
-        assert answer["error"] is None, f"rank {rank}: {answer['error']}"
+    run_case(four, "refused", "")
 
 
 def test_a_compiled_model_of_one_process() -> None:

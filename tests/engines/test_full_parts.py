@@ -17,8 +17,9 @@ import torch
 from fanin._digest import box_digest
 from fanin._served import Held, compare, join
 from full_models import save_full_model
+from models import same_tensors
 from parts_trainer import fp8_values
-from test_full_worlds import Engine, same, saved
+from test_full_worlds import Engine, saved
 from vllm_server import free_ports
 from worlds import World
 
@@ -79,7 +80,7 @@ def check(ranks: World, addresses: list[str], whole: dict[str, torch.Tensor]) ->
             if step:
                 good(ranks.do("step"))
             assert engine.pull(step=step) == step
-            same(engine.tensors, after(whole, step))
+            same_tensors(engine.tensors, after(whole, step))
             if not step:
                 held = digests(engine.tensors)
                 told, tables = fanin.check.trained(addresses, "full:0", 60.0, {}, step)
@@ -116,7 +117,7 @@ def test_experts_as_dtensors_under_fsdp_and_a_group_of_some_ranks(
         assert [len(one["result"]) for one in made] == [0, 0, 2, 2], made
         with Engine(made[2]["result"]) as engine:
             assert engine.pull() == 0
-            same(engine.tensors, saved(models["qwen3"]))
+            same_tensors(engine.tensors, saved(models["qwen3"]))
 
 
 # --------------------------------------------------------------------------- ranks that differ
@@ -154,7 +155,7 @@ def test_fp8_and_its_scales_under_fsdp_are_bytes_like_any_other(two: World) -> N
         kinds = {one.name: one.dtype for one in client.catalog("full:0")}
         client.pull_into("full:0", got, timeout=60)
     assert kinds == {"weight": "F8_E4M3", "weight_scale_inv": "F32"}
-    same(got, wanted)
+    same_tensors(got, wanted)
     for error in errors(two.do("packed_four_bit")):
         assert error["key"] == "0.weight"
         assert "is a weight of bitsandbytes' Linear4bit, which packs its values" in error["text"]
@@ -217,7 +218,7 @@ def test_a_set_that_changes_on_one_rank(two: World, models: dict[str, Path]) -> 
         good(two.do("step"))
         engine.tensors.clear()
         assert engine.pull(step=2) == 2
-        same(engine.tensors, after(whole, 2) | {NORM: after(whole, 2)[NORM].float()})
+        same_tensors(engine.tensors, after(whole, 2) | {NORM: after(whole, 2)[NORM].float()})
         # What leaves one rank leaves all; what joins one joins all.
         good([two.do("drop", name="model.layers.1.self_attn.q_norm.weight", where=1)[1]])
         good([two.do("add", name="model.extra", where=0)[0]])
@@ -236,14 +237,14 @@ def test_experts_that_move_between_ranks(two: World, models: dict[str, Path]) ->
     whole = saved(models["qwen3-moe"])
     with Engine(addresses) as engine:
         assert engine.pull() == 0
-        same(engine.tensors, whole)
+        same_tensors(engine.tensors, whole)
         good(two.do("step"))
         good(two.do("move_experts", model=str(models["qwen3-moe"])))
         assert engine.pull(step=2) == 2
-        same(engine.tensors, after(whole, 2))
+        same_tensors(engine.tensors, after(whole, 2))
         good(two.do("step"))
         assert engine.pull(step=3) == 3
-        same(engine.tensors, after(whole, 3))
+        same_tensors(engine.tensors, after(whole, 3))
 
 
 def test_one_rank_that_cannot_refresh_stops_all(two: World, models: dict[str, Path]) -> None:
@@ -275,4 +276,4 @@ def test_ranks_that_die_and_come_back(models: dict[str, Path], tmp_path: Path) -
                 assert good(again.do("make", model=str(models["qwen3"]), kind="pp")) == addresses
                 good(again.do("step"))
                 assert engine.pull(step=1) == 1
-                same(engine.tensors, after(whole, 1))
+                same_tensors(engine.tensors, after(whole, 1))

@@ -21,6 +21,7 @@ from fanin._served import Held, compare, join
 from fanin.errors import PausedError
 from full_models import save_full_model
 from full_trainer import FullTrainer
+from models import same_tensors
 from safetensors.torch import load_file
 
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -50,14 +51,6 @@ class Engine:
 
 def saved(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
-
-
-def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
-    for name, value in wanted.items():
-        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
-        bits = [one.contiguous().view(torch.uint8) for one in (got[name], value)]
-        assert torch.equal(*bits), name
 
 
 @dataclasses.dataclass
@@ -107,7 +100,7 @@ def test_every_step_is_what_torch_gathers(case: Case, tmp_path: Path) -> None:
                 wanted = saved(trainer.record(step))
                 if "cast" in case.server:
                     wanted = {name: value.bfloat16() for name, value in wanted.items()}
-                same(engine.tensors, wanted)
+                same_tensors(engine.tensors, wanted)
                 assert all(not torch.equal(wanted[name], value) for name, value in before.items())
                 before = wanted
             metadata = engine.client.metadata("full:0")
@@ -171,7 +164,7 @@ def gathered(trainer: FullTrainer, engine: Engine, directory: Path) -> None:
     """What is pulled is what torch gathers now."""
     engine.pull(step=trainer.published)
     trainer.gather(directory)
-    same(engine.tensors, saved(directory))
+    same_tensors(engine.tensors, saved(directory))
 
 
 def test_no_rank_needs_more_memory_than_the_others(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from fanin import Client
 from fanin.errors import HostError, RequestError, StateError
 from fanin.torch import WeightServer
+from models import same_tensors
 from peft import get_peft_model, inject_adapter_in_model
-from test_torch_server import BASE, Puller, adapted, fill, lora, same, serve, trained, values
+from test_torch_server import BASE, Puller, adapted, fill, lora, serve, trained, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -69,7 +70,9 @@ def test_an_adapter_that_is_made_anew_under_its_name(pull, tmp_path, options, sn
     for field in ("r", "lora_alpha", "use_rslora", "bias"):
         assert pulled[field] == wanted[field], field
     assert sorted(pulled["target_modules"]) == sorted(wanted["target_modules"])
-    same(got, {key: value for key, value in values(model).items() if ".embed.weight" not in key})
+    same_tensors(
+        got, {key: value for key, value in values(model).items() if ".embed.weight" not in key}
+    )
 
 
 def test_a_configuration_that_is_changed_in_place_is_the_next_steps(pull):
@@ -82,7 +85,7 @@ def test_a_configuration_that_is_changed_in_place_is_the_next_steps(pull):
         assert (configuration(pull)["lora_alpha"], configuration(pull)["bias"]) == (6, "none")
         with server.updating(1):
             fill(model, 2)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
         assert (configuration(pull)["lora_alpha"], configuration(pull)["bias"]) == (99, "all")
 
 
@@ -111,7 +114,7 @@ def test_a_configuration_that_was_not_told_to_its_end_is_told_again(pull, monkey
             server.publish(1)
         monkeypatch.undo()
         server.publish(1)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
         assert configuration(pull)["bias"] == "all"
 
 
@@ -170,12 +173,12 @@ def test_buffers_of_modules_to_save_belong_to_the_adapter(pull):
     with serve(model, adapter="default") as server:
         server.publish(0)
         got = pull(server, step=0)[1]
-        same(got, values(model))
+        same_tensors(got, values(model))
         prefix = "base_model.model."
         assert {f"{prefix}gate.score_bias", f"{prefix}norm.num_batches_tracked"} <= got.keys()
         with server.updating(1):
             gate.score_bias.add_(1.0)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
         norm.train()(torch.randn(5, 24))  # its forward writes
         with pytest.raises(StateError, match="num_batches_tracked'.*outside of updating"):
             server.publish(2)
@@ -194,7 +197,7 @@ def test_lora_that_joins_further_modules(pull):
             model.peft_config["default"] = config
             fill(model, 2)
         assert before < {id(param) for param in trained(model)}
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,7 @@ def test_names_with_compile_around_parallel(pull):
     ):
         with serve(wrapped) as server:
             server.publish(0)
-            same(pull(server)[1], values(model))
+            same_tensors(pull(server)[1], values(model))
 
 
 # ----------------------------------------------------------------------------------------- sharding
@@ -354,7 +357,7 @@ def test_writes_before_the_memory_moves_are_refused(pull, move):
             server.publish(2)
         assert [info.state for info in client.publications()] == ["unpublished"]
         server.publish(2)
-        same(pull(server, step=2)[1], values(model))
+        same_tensors(pull(server, step=2)[1], values(model))
 
 
 def test_swapped_tensors_are_not_written(pull):
@@ -368,7 +371,7 @@ def test_swapped_tensors_are_not_written(pull):
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         server.publish(1)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
 
 
 # --------------------------------------------------------------------------------- several threads

@@ -11,11 +11,11 @@ import pytest
 import torch
 from fanin.errors import RequestError
 from fanin.torch import WeightServer
-from models import TINY
+from models import TINY, same_tensors
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.config import KasaConfig, MontecloraConfig, VeloraConfig
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
-from test_torch_server import BASE, Base, Puller, adapted, fill, lora, same, serve, values
+from test_torch_server import BASE, Base, Puller, adapted, fill, lora, serve, values
 from transformers import AutoModelForCausalLM
 
 FIRST = "base_model.model.layers.0.q_proj"
@@ -39,7 +39,7 @@ def test_the_diagonal_of_kasa_is_published(pull):
     model = adapted(lora(kasa_config=KasaConfig()))
     with serve(model) as server:
         server.publish(0)
-        same(pull(server)[1], values(model))
+        same_tensors(pull(server)[1], values(model))
         assert f"{FIRST}.lora_diag" in values(model)
     torch.manual_seed(1)
     assert torch.equal(output(PeftModel.from_pretrained(Base(), pull.path)), output(model))
@@ -54,7 +54,9 @@ def test_what_only_training_uses_is_not_published(pull, options):
     model = adapted(lora(**options))
     with serve(model) as server:
         server.publish(0)
-        same(pull(server)[1], {k: v for k, v in values(model).items() if k.endswith("weight")})
+        same_tensors(
+            pull(server)[1], {k: v for k, v in values(model).items() if k.endswith("weight")}
+        )
     torch.manual_seed(1)
     assert torch.equal(output(PeftModel.from_pretrained(Base(), pull.path)), output(model))
 
@@ -97,7 +99,7 @@ def test_parts_of_other_adapters_are_not_refused(pull):
     layer.lora_gate = torch.nn.ParameterDict({"other": torch.nn.Parameter(torch.ones(3))})
     with serve(model, adapter="default") as server:
         server.publish(0)
-        same(pull(server)[1], values(model))
+        same_tensors(pull(server)[1], values(model))
 
 
 def test_tied_tokens_are_published_once(pull):
@@ -110,7 +112,7 @@ def test_tied_tokens_are_published_once(pull):
     saved = get_peft_model_state_dict(model, save_embedding_layers=False)
     with serve(model) as server:
         server.publish(0)
-        same(pull(server)[1], saved)
+        same_tensors(pull(server)[1], saved)
 
 
 # ------------------------------------------------------------------------------- other adapters
@@ -195,7 +197,7 @@ def test_a_swapped_adapter_has_its_own_scale(pull, hot):
         model.peft_config["default"].lora_alpha = 24
         with server.updating(1):
             pass
-        same(pull(server)[1], values(model))
+        same_tensors(pull(server)[1], values(model))
     assert torch.equal(output(PeftModel.from_pretrained(same_base(), pull.path)), output(model))
 
 

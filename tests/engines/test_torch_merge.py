@@ -27,7 +27,7 @@ from merged import (
     with_adapter,
 )
 from peft import LoraConfig, get_peft_model
-from worlds import World, child
+from worlds import World, case_world, child, run_case
 
 DTYPES = ("bfloat16", "float32")
 
@@ -39,17 +39,8 @@ def serve(model: Any, **options: Any) -> WeightServer:
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def world(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("merge")
-    with World(request.param, {}, folder, "merge_ranks.py") as ranks:
-        ranks.expect("ready")
+    with case_world(request.param, folder, "merge_ranks.py") as ranks:
         yield ranks
-        ranks.tell("exit")
-        assert set(ranks.wait()) == {0}
-
-
-def run(world: World, case: str, *arguments: Any, **options: Any) -> None:
-    told = world.do("run", case=case, arguments=arguments, options=options)
-    for rank, answer in enumerate(told):
-        assert answer["error"] is None, f"rank {rank}: {answer['error']}"
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["factors of F32", "of the base's dtype"])
@@ -58,7 +49,7 @@ def run(world: World, case: str, *arguments: Any, **options: Any) -> None:
 def test_bytes_of_merge_and_unload_in_a_world(
     world: World, adapter: str, dtype: str, wide: bool
 ) -> None:
-    run(world, "merged", adapter, "fsdp", dtype, wide)
+    run_case(world, "merged", adapter, "fsdp", dtype, wide)
 
 
 @pytest.mark.parametrize("adapter", ["linear", "embedding", "experts"])
@@ -66,13 +57,13 @@ def test_bytes_of_merge_and_unload_in_a_world(
 def test_other_shards(world: World, adapter: str, layout: str) -> None:
     if len(world.ranks) not in ((4,) if layout == "hsdp" else (2, 4)):
         pytest.skip("FSDP2 cuts no columns unevenly, and replicas want four ranks")
-    run(world, "merged", adapter, layout, "bfloat16", True)
+    run_case(world, "merged", adapter, layout, "bfloat16", True)
 
 
 def test_dora_of_a_base_that_is_cut_by_columns_is_refused(world: World) -> None:
     if len(world.ranks) == 3:
         pytest.skip("FSDP2 cuts no columns unevenly")
-    run(world, "split_rows_of_dora")
+    run_case(world, "split_rows_of_dora")
 
 
 @pytest.mark.parametrize("adapter", ["linear", "dora", "experts"])
@@ -83,13 +74,13 @@ def test_fp8_of_what_is_merged_in_a_world(world: World, adapter: str, layout: st
         layout == "columns" and (size == 3 or adapter == "dora")
     ):
         pytest.skip("FSDP2 cuts no columns unevenly, and replicas want four ranks")
-    run(world, "rounded_to_fp8", adapter, layout)
+    run_case(world, "rounded_to_fp8", adapter, layout)
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("how", ["switched off", "offloaded", "is not the one that is active"])
 def test_a_rank_that_refuses(world: World, how: str, quantize: str | None) -> None:
-    run(world, "refused_on_one_rank", how, quantize)
+    run_case(world, "refused_on_one_rank", how, quantize)
 
 
 # ------------------------------------------------------------------------------------ one process

@@ -13,8 +13,7 @@ import torch
 from fanin.errors import RequestError, StateError
 from fanin.torch import WeightServer, _packed4, _transform
 from merged import fits_in_half, four_bits, packed, pulled, rounded, same, unpacked, with_adapter
-from test_torch_merge import run
-from worlds import World
+from worlds import World, case_world, run_case
 
 pytest.importorskip("bitsandbytes")
 
@@ -32,20 +31,17 @@ def serve(model: Any, **options: Any) -> WeightServer:
 @pytest.fixture(scope="module", params=[2, 3])
 def world(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("packed")
-    with World(request.param, {}, folder, "merge_ranks.py") as ranks:
-        ranks.expect("ready")
+    with case_world(request.param, folder, "merge_ranks.py") as ranks:
         yield ranks
-        ranks.tell("exit")
-        assert set(ranks.wait()) == {0}
 
 
 @pytest.mark.parametrize("how", KINDS, ids=str)
 def test_values_of_bitsandbytes_in_a_world(world: World, how: tuple[Any, ...]) -> None:
-    run(world, "dequantized", *how)
+    run_case(world, "dequantized", *how)
 
 
 def test_fp8_of_what_is_dequantized_and_merged(world: World) -> None:
-    run(world, "dequantized", *KINDS[0], quantize="fp8")
+    run_case(world, "dequantized", *KINDS[0], quantize="fp8")
 
 
 @pytest.mark.parametrize("most", [4096, 1 << 24])

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import json
-import multiprocessing
 import os
 import socket
-import traceback
 import weakref
 
 import fanin.check
@@ -32,9 +30,11 @@ from fanin.server import Stream
 from fanin.torch import AdapterServer, Slice, chain, per_expert, slot
 from fanin.torch import _world as world_module
 from fanin.torch._world import Report, base_port_for, choose_addresses
+from models import same_tensors
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from vllm_server import free_ports
+from worlds import case_world, run_case, run_cases
 
 BASE = "a/base-model"
 
@@ -110,13 +110,6 @@ def pull(tmp_path):
     return Puller(tmp_path)
 
 
-def same(got, wanted):
-    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
-    for key, value in wanted.items():
-        assert got[key].dtype == value.dtype, key
-        assert torch.equal(got[key], value.detach()), key
-
-
 def values(model, name="default"):
     return {
         key: value.detach().clone()
@@ -152,7 +145,7 @@ def test_the_directory_is_what_peft_saves(pull, tmp_path, options):
         server.publish(7)
         step, got = pull(server)
     assert step == 7
-    same(got, saved)
+    same_tensors(got, saved)
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     written = json.loads((pull.path / "adapter_config.json").read_text())
     wanted = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -212,10 +205,10 @@ def test_wrappers_and_missing_prefix(pull):
     wanted = values(model)
     with serve(torch.compile(model)) as server:
         server.publish(1)
-        same(pull(server)[1], wanted)
+        same_tensors(pull(server)[1], wanted)
     with serve(model.base_model.model, config=model.peft_config["default"]) as server:
         server.publish(1)
-        same(pull(server)[1], wanted)
+        same_tensors(pull(server)[1], wanted)
 
 
 # ------------------------------------------------------------------------------ storage that moves
@@ -263,10 +256,10 @@ def test_writes_outside_of_updating_are_refused(pull, make, call):
         # What is there is of no step: nobody gets it.
         assert [info.state for info in client.publications()] == ["unpublished"]
         server.publish(1)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
         with server.updating(2):
             step_of(optimizer, model)
-        same(pull(server, step=2)[1], values(model))
+        same_tensors(pull(server, step=2)[1], values(model))
 
 
 def test_a_pull_that_reads_what_is_written_outside_starts_again(pull):
@@ -288,7 +281,7 @@ def test_a_pull_that_reads_what_is_written_outside_starts_again(pull):
 
         result = client.pull_adapter("0", pull.directory / "one", timeout=10, progress=progress)
         assert (result.step, told != []) == (1, True)
-        same(load_file(pull.directory / "one" / "adapter_model.safetensors"), values(model))
+        same_tensors(load_file(pull.directory / "one" / "adapter_model.safetensors"), values(model))
 
 
 def test_snapshots_may_be_written_at_any_time(pull):
@@ -297,7 +290,7 @@ def test_snapshots_may_be_written_at_any_time(pull):
     with serve(model, snapshot=True) as server:
         for step in range(3):
             server.publish(step)
-            same(pull(server, step=step)[1], values(model))
+            same_tensors(pull(server, step=step)[1], values(model))
             step_of(optimizer, model)
 
 
@@ -311,14 +304,14 @@ def test_what_does_not_write_is_not_refused(pull):
         model.zero_grad()
         model.load_state_dict(values(model), strict=False, assign=True)  # other memory
         server.publish(1)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
         server.pause()
         fill(model, 9)  # a checkpoint that is loaded
         server.resume(step=2)
         server.pause()
         server.resume()
         server.publish(3)
-        same(pull(server, step=3)[1], values(model))
+        same_tensors(pull(server, step=3)[1], values(model))
 
 
 def test_writes_after_a_pause_are_refused(pull):
@@ -331,7 +324,7 @@ def test_writes_after_a_pause_are_refused(pull):
         with pytest.raises(StateError, match="after step 0"):
             server.publish(1)
         server.publish(1)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
 
 
 def test_old_storage_is_held_until_it_is_replaced(pull):
@@ -347,11 +340,11 @@ def test_old_storage_is_held_until_it_is_replaced(pull):
         getattr(owner, attribute).data = torch.zeros(3, 24)
         gc.collect()
         assert alive() is not None, "readers of step 0 read this memory"
-        same(pull(server, step=0)[1], before)
+        same_tensors(pull(server, step=0)[1], before)
         server.publish(1)
         gc.collect()
         assert alive() is None, "nobody reads it any more"
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
 
 
 def test_storage_that_is_gone_is_not_read(pull):
@@ -367,7 +360,7 @@ def test_storage_that_is_gone_is_not_read(pull):
         weight.untyped_storage().resize_(size)
         fill(model, 5)
         server.publish(1)
-        same(pull(server, step=1)[1], values(model))
+        same_tensors(pull(server, step=1)[1], values(model))
 
 
 def test_what_publish_refuses_leaves_the_last_step(pull):
@@ -379,7 +372,7 @@ def test_what_publish_refuses_leaves_the_last_step(pull):
         with pytest.raises(RequestError, match="not there"):
             server.publish(1)
         owner.weight = weight
-        same(pull(server, step=0)[1], values(model))
+        same_tensors(pull(server, step=0)[1], values(model))
 
 
 def test_an_adapter_that_is_deleted():
@@ -398,7 +391,7 @@ def test_padded_and_transposed_storage(pull):
     layer.lora_B["default"].weight.data = torch.randn(16, 7)[:, 2:5]
     with serve(model) as server:
         server.publish(0)
-        same(pull(server)[1], values(model))
+        same_tensors(pull(server)[1], values(model))
 
 
 # -------------------------------------------------------------------------------------- the updates
@@ -416,7 +409,7 @@ def test_an_exception_aborts(pull):
         assert server.runs == {"lora:0": 0}
         with server.updating(1):
             fill(model, 3)
-        same(pull(server)[1], values(model))
+        same_tensors(pull(server)[1], values(model))
         assert server.stats()["aborts"] == 1
 
 
@@ -448,14 +441,14 @@ def test_several_runs(pull):
         with pytest.raises(NotFoundError, match="lora:c"):
             server.publish({"c": 1})
         server.publish({"a": 10, "b": 20})
-        same(pull(server, run="a")[1], values(model, "alice"))
-        same(pull(server, run="b")[1], values(model, "bob"))
+        same_tensors(pull(server, run="a")[1], values(model, "alice"))
+        same_tensors(pull(server, run="b")[1], values(model, "bob"))
         with server.updating({"b": 21}):
             fill(model, 6)
         assert pull(server, run="a")[0] == 10
         step, got = pull(server, run="b")
         assert step == 21
-        same(got, values(model, "bob"))
+        same_tensors(got, values(model, "bob"))
         # One run that cannot be committed leaves none half-committed.
         weight = model.base_model.model.layers[0].q_proj.lora_A["bob"].weight
         size = weight.untyped_storage().nbytes()
@@ -474,7 +467,7 @@ def test_several_runs(pull):
         with pytest.raises(RequestError, match="last step 10"), server.updating({"a": 10}):
             pytest.fail("the body ran")
         server.publish({"a": 11})
-        same(pull(server, run="a")[1], values(model, "alice"))
+        same_tensors(pull(server, run="a")[1], values(model, "alice"))
 
 
 def test_which_adapter(pull):
@@ -487,7 +480,7 @@ def test_which_adapter(pull):
         serve(model, adapter="carol")
     with serve(model, adapter="alice") as server:
         server.publish(0)
-        same(pull(server)[1], values(model, "alice"))
+        same_tensors(pull(server)[1], values(model, "alice"))
 
 
 def test_snapshots_and_cast(pull):
@@ -499,14 +492,14 @@ def test_snapshots_and_cast(pull):
         wanted = {key: value.to(torch.bfloat16) for key, value in values(model).items()}
         with pytest.raises(ZeroDivisionError), server.updating(1):
             fill(model, 2)
-            same(pull(server)[1], wanted)
+            same_tensors(pull(server)[1], wanted)
             _ = 1 / 0
-        same(pull(server)[1], wanted)
+        same_tensors(pull(server)[1], wanted)
         with server.updating(1):
             fill(model, 3)
         wanted = {key: value.to(torch.bfloat16) for key, value in values(model).items()}
         fill(model, 4)
-        same(pull(server, step=1)[1], wanted)
+        same_tensors(pull(server, step=1)[1], wanted)
 
 
 def test_pause_and_resume(pull):
@@ -532,7 +525,7 @@ def test_pause_and_resume(pull):
         server.resume("0")
         step, got = pull(server)
         assert step == 0
-        same(got, values(model))
+        same_tensors(got, values(model))
 
         # Other values come back: the old step is not shown again.
         server.pause()
@@ -549,10 +542,10 @@ def test_pause_and_resume(pull):
         server.resume(step=5)
         step, got = pull(server)
         assert step == 5
-        same(got, values(model))
+        same_tensors(got, values(model))
         with server.updating(6):
             fill(model, 9)
-        same(pull(server, step=6)[1], values(model))
+        same_tensors(pull(server, step=6)[1], values(model))
 
 
 class FakeCuda:
@@ -648,12 +641,12 @@ def test_slots_of_stacked_runs(pull):
             server.add_run(run, names=chain(slot(run), per_expert), config=FIELDS)
         server.publish({0: 1, 1: 1})
         for run in range(2):
-            same(pull(server, run=run)[1], slot_values(model, run))
+            same_tensors(pull(server, run=run)[1], slot_values(model, run))
             assert json.loads((pull.path / "adapter_config.json").read_text())["lora_alpha"] == 8
         with server.updating({1: 2}), torch.no_grad():
             model.experts.w1_lora_A[1].neg_()
         assert pull(server, run=1, step=2)[0] == 2
-        same(pull(server, run=1)[1], slot_values(model, 1))
+        same_tensors(pull(server, run=1)[1], slot_values(model, 1))
         assert pull(server, run=0)[0] == 1
 
 
@@ -674,7 +667,7 @@ def test_runs_that_share_a_parameter_are_written_one_by_one(pull):
                 with server.updating({run: step}):
                     write(run)
         for run in range(2):
-            same(pull(server, run=run, step=3)[1], slot_values(model, run))
+            same_tensors(pull(server, run=run, step=3)[1], slot_values(model, run))
         write(1)  # outside: it can be either's
         both = "lora:0 was written .* so are those of lora:1"
         with pytest.raises(StateError, match=both), server.updating({0: 4}):
@@ -682,7 +675,7 @@ def test_runs_that_share_a_parameter_are_written_one_by_one(pull):
         server.publish({1: 4})
         with server.updating({0: 4}):
             write(0)
-        same(pull(server, run=1, step=4)[1], slot_values(model, 1))
+        same_tensors(pull(server, run=1, step=4)[1], slot_values(model, 1))
 
 
 def test_names_that_change_with_the_shape(pull):
@@ -693,7 +686,7 @@ def test_names_that_change_with_the_shape(pull):
         with server.updating(2):
             for name, param in list(model.experts.named_parameters()):
                 setattr(model.experts, name, torch.nn.Parameter(param.detach()[:, :2].clone()))
-        same(pull(server, step=2)[1], slot_values(model, 0, experts=2))
+        same_tensors(pull(server, step=2)[1], slot_values(model, 0, experts=2))
 
 
 def test_names_functions_that_are_wrong():
@@ -710,7 +703,7 @@ def test_names_may_leave_out(pull):
     model = adapted(lora(target_modules=["q_proj"]))
     with serve(model, names=lambda n, s: n if "layers.0" in n else None) as server:
         server.publish(0)
-        same(pull(server)[1], {k: v for k, v in values(model).items() if "layers.0" in k})
+        same_tensors(pull(server)[1], {k: v for k, v in values(model).items() if "layers.0" in k})
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -851,54 +844,6 @@ def test_close():
 # ------------------------------------------------------------------------------ two ranks over gloo
 
 
-def rank_main(rank, size, scratch, commands):
-    """A rank: runs the functions of this module whose names it is sent."""
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(scratch, "store"), size)
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
-    while (name := commands.recv()) is not None:
-        try:
-            globals()[name](rank, scratch)
-            commands.send(None)
-        except BaseException:
-            commands.send(traceback.format_exc())
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """Runs a function on two ranks at once; the first traceback is raised."""
-    scratch = str(tmp_path_factory.mktemp("ranks"))
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for rank in range(2):
-        here, there = context.Pipe()
-        process = context.Process(target=rank_main, args=(rank, 2, scratch, there), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-
-    def run(name):
-        for pipe in pipes:
-            pipe.send(name)
-        answers = []
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(120), f"rank {rank} hangs in {name}"
-            answers.append(pipe.recv())
-        assert answers == [None, None], "\n".join(answer or "" for answer in answers)
-
-    yield run
-    for pipe, process in zip(pipes, processes, strict=True):
-        with contextlib.suppress(OSError):
-            pipe.send(None)
-        process.join(30)
-        if process.is_alive():
-            process.kill()
-
-
 def sharded(root=True, config=None, **options):
     from torch.distributed.fsdp import fully_shard
 
@@ -925,7 +870,7 @@ def compare(server, model, rank, scratch, **options):
     if rank == 0:
         directory = Path(scratch) / f"{os.urandom(8).hex()}"
         directory.mkdir()
-        same(Puller(directory)(server, **options)[1], wanted)
+        same_tensors(Puller(directory)(server, **options)[1], wanted)
     torch.distributed.barrier()
 
 
@@ -1236,25 +1181,36 @@ def modules_that_join(rank, scratch):
             renew(3, 5 + rank)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fsdp2",
-        "unsharded_buffers",
-        "unsharded_over_tensor_parallel",
-        "written_then_moved",
-        "root_group",
-        "ignored_parameters",
-        "other_placements",
-        "partial_and_fsdp1",
-        "slices_of_shards",
-        "assign_load_of_shards",
-        "one_rank_fails",
-        "several_hosts",
-        "information",
-        "replicas_of_slots",
-        "modules_that_join",
-    ],
-)
-def test_two_ranks(ranks, name):
-    ranks(name)
+TWO_RANKS = [
+    fsdp2,
+    unsharded_buffers,
+    unsharded_over_tensor_parallel,
+    written_then_moved,
+    root_group,
+    ignored_parameters,
+    other_placements,
+    partial_and_fsdp1,
+    slices_of_shards,
+    assign_load_of_shards,
+    one_rank_fails,
+    several_hosts,
+    information,
+    replicas_of_slots,
+    modules_that_join,
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with case_world(2, tmp_path_factory.mktemp("ranks"), "test_torch_server.py") as world:
+        yield world
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda one: one.__name__)
+def test_two_ranks(ranks, tmp_path, case):
+    run_case(ranks, case.__name__, str(tmp_path))
+
+
+if __name__ == "__main__":
+    own = int(os.environ["RANK"])
+    run_cases({one.__name__: functools.partial(one, own) for one in TWO_RANKS})

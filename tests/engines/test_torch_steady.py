@@ -4,24 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from worlds import World
+from worlds import World, case_world, run_case
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(2, {}, tmp_path_factory.mktemp("steady"), "merge_steady.py") as ranks:
-        ranks.expect("ready")
+    with case_world(2, tmp_path_factory.mktemp("steady"), "merge_steady.py") as ranks:
         yield ranks
-        ranks.tell("exit")
-        assert set(ranks.wait()) == {0}
-
-
-def run(world: World, case: str, *arguments: Any) -> None:
-    for rank, told in enumerate(world.do("run", case=case, arguments=arguments)):
-        assert told["error"] is None, f"rank {rank}: {told['error']}"
 
 
 @pytest.mark.parametrize("layout", [None, "fsdp"])
@@ -30,18 +21,18 @@ def test_steps_that_differ_in_more_than_contents(
     world: World, adapter: str, layout: str | None
 ) -> None:
     name, _, quantize = adapter.partition(", ")
-    run(world, "steps", name, layout, quantize or None)
+    run_case(world, "steps", name, layout, quantize or None)
 
 
 @pytest.mark.parametrize("layout", [None, "fsdp"])
 def test_an_adapter_that_is_not_applied(world: World, layout: str | None) -> None:
-    run(world, "refused", layout)
+    run_case(world, "refused", layout)
 
 
 def test_a_step_that_was_interrupted(world: World) -> None:
-    run(world, "partial")
+    run_case(world, "partial")
 
 
 @pytest.mark.parametrize("change", ["hot", "float"])
 def test_what_the_kernel_cannot_make(world: World, change: str) -> None:
-    run(world, "unfit", change)
+    run_case(world, "unfit", change)

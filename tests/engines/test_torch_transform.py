@@ -11,8 +11,7 @@ import torch
 from fanin.errors import FaninError, RequestError
 from fanin.torch import Values, WeightServer, parts_of
 from merged import pulled, same
-from test_torch_merge import run
-from worlds import World
+from worlds import World, case_world, run_case
 
 BLOCK = 128
 
@@ -84,15 +83,12 @@ def serve(model: Any, **options: Any) -> WeightServer:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(3, {}, tmp_path_factory.mktemp("transform"), "merge_ranks.py") as ranks:
-        ranks.expect("ready")
+    with case_world(3, tmp_path_factory.mktemp("transform"), "merge_ranks.py") as ranks:
         yield ranks
-        ranks.tell("exit")
-        assert set(ranks.wait()) == {0}
 
 
 def test_in_a_world(world: World) -> None:
-    run(world, "transformed")
+    run_case(world, "transformed")
 
 
 def test_steps() -> None:

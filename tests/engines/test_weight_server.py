@@ -19,6 +19,7 @@ from fanin.info import read_info
 from fanin.torch import AdapterServer, Slice, WeightServer, _proof, chain
 from fanin.torch.names import checkpoint, vocabulary
 from full_models import config_of, random_model
+from models import same_tensors
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -67,13 +68,6 @@ def pulled(server, run="full:0", **which):
     return result.step, into
 
 
-def same(got, wanted):
-    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
-    for key, value in wanted.items():
-        assert got[key].dtype == value.dtype, key
-        assert torch.equal(got[key], value.detach()), key
-
-
 def state(model, *, without=()):
     return {key: value for key, value in model.state_dict().items() if key not in without}
 
@@ -93,7 +87,7 @@ def test_parameters_and_persistent_buffers():
         server.publish(7)
         step, got = pulled(server)
         assert (step, server.runs) == (7, {"full:0": 7})
-        same(got, state(model, without=["head.weight"]))
+        same_tensors(got, state(model, without=["head.weight"]))
         assert got["scale"].shape == () and got["norm.num_batches_tracked"].dtype == torch.int64
 
 
@@ -118,7 +112,7 @@ def test_what_transformers_saves(tmp_path, kind, tied):
     model.save_pretrained(tmp_path)
     with serve(model) as server:
         server.publish(0)
-        same(pulled(server)[1], load_file(tmp_path / "model.safetensors"))
+        same_tensors(pulled(server)[1], load_file(tmp_path / "model.safetensors"))
         with fanin.Client(server.addresses) as client:
             metadata = client.metadata("full:0")
     assert metadata.keys() == {"config", "format"} and metadata["format"] == "pt"
@@ -137,7 +131,7 @@ def test_families_are_published_as_they_are_saved(tmp_path, family):
     model.save_pretrained(tmp_path)
     with serve(model) as server:
         server.publish(0)
-        same(pulled(server)[1], load_file(tmp_path / "model.safetensors"))
+        same_tensors(pulled(server)[1], load_file(tmp_path / "model.safetensors"))
 
 
 def test_the_name_of_a_tie_is_the_one_that_is_saved():
@@ -198,7 +192,7 @@ def test_names_of_ones_own(tmp_path):
             for name, value in model.state_dict().items()
             if name.endswith("q_norm.weight")
         }
-        same(pulled(server)[1], wanted)
+        same_tensors(pulled(server)[1], wanted)
     with serve(model, names=chain(checkpoint(model), vocabulary(250))) as server:
         server.publish(0)
         got = pulled(server)[1]
@@ -368,13 +362,13 @@ def test_training_in_place_and_what_moves():
                 optimizer.step()
             optimizer.zero_grad()
             got = pulled(server, step=step)[1]
-            same(got, state(model, without=["head.weight"]))
+            same_tensors(got, state(model, without=["head.weight"]))
         # The same values elsewhere, new objects, a tie that is made again.
         model.body[0].weight.data = model.body[0].weight.data.clone()
         model.load_state_dict({k: v.clone() for k, v in state(model).items()}, assign=True)
         model.head.weight = model.embed.weight
         server.publish(4)
-        same(pulled(server, step=4)[1], state(model, without=["head.weight"]))
+        same_tensors(pulled(server, step=4)[1], state(model, without=["head.weight"]))
 
 
 @pytest.mark.parametrize("which", ["parameter", "buffer", "fused"])
@@ -394,7 +388,7 @@ def test_writes_outside_of_updating(which):
             server.publish(1)
         assert caught.value.key == "full:0"
         server.publish(1)
-        same(pulled(server, step=1)[1], state(model, without=["head.weight"]))
+        same_tensors(pulled(server, step=1)[1], state(model, without=["head.weight"]))
 
 
 def test_a_cast_with_exceptions():
@@ -595,10 +589,10 @@ def test_a_set_that_changes_is_told_by_refresh(how, call):
         assert text in str(caught.value)
         assert "refresh() on every rank" in caught.value.remedy
         if call == "publish" and how not in ("converted",):
-            same(pulled(server)[1], before)
+            same_tensors(pulled(server)[1], before)
         server.refresh()
         server.publish(1)
-        same(
+        same_tensors(
             pulled(server, step=1)[1],
             state(model, without=[] if how == "untied" else ["head.weight"]),
         )
@@ -629,7 +623,7 @@ def test_a_draft_model_beside_the_model():
         with pytest.raises(RequestError, match="is there already"):
             server.add_run("full:draft", draft)
         server.publish({"7": 1, "draft": 4})
-        same(pulled(server, "full:draft")[1], state(draft, without=["head.weight"]))
+        same_tensors(pulled(server, "full:draft")[1], state(draft, without=["head.weight"]))
         assert pulled(server, "full:7")[0] == 1
         server.remove_run("draft")
         assert server.runs == {"full:7": 1}
@@ -711,7 +705,7 @@ def test_pages_tell_what_works(page, monkeypatch, tmp_path):
     with told["server"] as server:
         step, got = pulled(server)
         assert step == 3
-        same(got, state(model, without=["head.weight"]))
+        same_tensors(got, state(model, without=["head.weight"]))
 
 
 def test_a_reader_of_digests_that_stands_still_holds_no_step_up() -> None:
