@@ -42,7 +42,6 @@ TINY = {
 }
 # Shapes of public models.
 REAL = {
-    "qwen2.5-0.5b": Qwen2Config(**sizes(896, 4864, 24, 14, 2)),
     "llama-3.1-8b": LlamaConfig(**sizes(4096, 14336, 32, 32, 8)),
     "qwen3-30b-a3b": Qwen3MoeConfig(**sizes(2048, 6144, 48, 32, 4), **experts(128, 8, 768, 128)),
 }

@@ -199,39 +199,6 @@ def test_nothing_is_missed_of_a_whole_model(
             reload.abandon(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("qwen3", Layout(2)),
-        ("glm4-moe", Layout(2, experts=True)),
-        ("deepseek-v3", Layout(2, experts=True)),
-    ],
-    ids=str,
-)
-def test_a_pull_puts_what_the_loader_puts(
-    name: str, layout: Layout, engine: Any, tmp_path: Path
-) -> None:
-    published = checkpoint(FAMILIES[name].configuration())
-    weights = values(published)
-    made = engine(name, layout)
-    with served(weights) as addresses, fanin.Client(addresses) as client:
-        catalog = client.catalog("full:0")
-        assert maps.key_digest(catalog) == maps.key_digest(published)
-        for rank in range(layout.size):
-            with made.rank(rank) as model:
-                record(made, model, catalog).save(tmp_path / f"rank{rank}.json")
-                expected = loaded(model, weights)
-                poison(model)
-                mapping = maps.load(tmp_path / f"rank{rank}.json")
-                mapping.fill(model)
-                packed = mapping.pack(model)
-                result = client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype)
-                packed.settle()
-                found = snapshot(model)
-                assert all(torch.equal(found[key], expected[key]) for key in expected)
-                assert result.bytes == sum(group.bytes for group in packed.groups)
-
-
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "glm4"])
 def test_tied_embeddings_are_published_once(name: str, tmp_path: Path) -> None:
     configuration = FAMILIES[name].configuration()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,14 +58,6 @@ def test_a_cache_has_the_step_for_who_comes_later(fleet: Fleet) -> None:
     step = fleet.step()
     with cache_with(fleet, step):
         assert fleet.sync(step, "first") > 90
-
-
-def test_one_that_is_killed_is_read_no_more(fleet: Fleet) -> None:
-    step = fleet.step()
-    fleet.sync(step, "first")
-    os.killpg(fleet.engines[0]._process.pid, signal.SIGKILL)
-    fleet.registry.remove(fleet.engines.pop(0).url)
-    assert fleet.sync(step, "second") == 0
 
 
 def test_tensor_parallel_workers_take_their_slices_of_a_cache(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ import pytest
 from live_trainer import LiveTrainer
 from models import same_tensors
 from vllm_server import (
-    ALPHA,
     RANK,
     Oracle,
     Refused,
@@ -268,33 +267,15 @@ def test_what_vllm_does_not_take_is_refused_before_bytes_move(place: Place) -> N
     place.still_serves()
 
 
-PLACELESS = {
-    "layer": ("model.layers.98.self_attn.q_proj", 128, 128, "there is no"),
-    "narrower": ("model.layers.1.mlp.gate_proj", 128, 128, "gives 256"),
-}
-
-
-@pytest.mark.parametrize("landing", ["directory", "slot"])
-@pytest.mark.parametrize("what", PLACELESS)
-def test_an_adapter_without_a_place_is_refused(place: Place, what: str, landing: str) -> None:
-    with placeless(what) as addresses:
-        moved = place.engine.metric("fanin_pull_bytes_total")
-        with pytest.raises(Refused, match=PLACELESS[what][3]) as caught:
-            place.load("placeless-run0-step1", trainer_addresses=addresses, landing=landing)
-    assert caught.value.status == 400 and PLACELESS[what][0] in caught.value.message
-    assert place.engine.metric("fanin_pull_bytes_total") == moved
-    assert "placeless-run0-step1" not in place.engine.names()
-
-
 @contextlib.contextmanager
-def placeless(what: str) -> collections.abc.Iterator[list[str]]:
-    """An adapter of two modules, one of which the engine cannot have."""
+def placeless() -> collections.abc.Iterator[list[str]]:
+    """An adapter of two modules, one of which is narrower than the engine's."""
     import torch
 
     tensors = {}
-    for module, into, out, _ in (PLACELESS[what], ("model.layers.0.mlp.up_proj", 128, 256, "")):
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.ones(4, into)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.ones(out, 4)
+    for module, out in (("layers.1.mlp.gate_proj", 128), ("layers.0.mlp.up_proj", 256)):
+        tensors[f"base_model.model.model.{module}.lora_A.weight"] = torch.ones(4, 128)
+        tensors[f"base_model.model.model.{module}.lora_B.weight"] = torch.ones(out, 4)
     config = moe_engine.configuration(moe_engine.Shape(rank=4), {"target_modules": ["q_proj"]})
     with moe_engine.ranks_of(tensors, config) as addresses:
         yield addresses
@@ -350,27 +331,7 @@ def test_an_adapter_in_use_is_not_deleted(place: Place) -> None:
     place.still_serves()
 
 
-# ---------------------------------------------------------------------- other trainers, pools
-
-
-def test_a_pool_updates_its_engines(place: Place) -> None:
-    from fanin.pool import EnginePool
-
-    pool = EnginePool([place.engine.url], lora_alpha=ALPHA)
-    step = place.next_step()
-    result = pool.update_weights(place.trainer.scratch, f"pool-run0-step{step}", step)
-    assert (result.step, result.superseded) == (step, False)
-    assert place.pulled(f"pool-run0-step{step}") == place.expected(step)
-
-    # A step that is gone by the time it is asked for: all get the newest, under its own name.
-    newest = place.next_step()
-    newest = place.next_step()
-    result = pool.update_weights(place.trainer.scratch, "pool", newest - 1)
-    assert (result.step, result.superseded) == (newest, True)
-    assert result.lora_name == f"pool-run0-step{newest}"
-    names = place.engine.names()
-    assert f"pool-run0-step{newest}" in names and f"pool-run0-step{newest - 1}" not in names
-    assert place.pulled(f"pool-run0-step{newest}") == place.expected(newest)
+# ----------------------------------------------------------------------------- other trainers
 
 
 def test_dead_trainers(place: Place) -> None:
@@ -388,25 +349,6 @@ def test_dead_trainers(place: Place) -> None:
 
     place.trainer.close()
     place.trainer = place.launch(step, seed=2)
-    place.still_serves()
-
-
-def test_trainers_that_are_stopped_when_others_take_their_place(place: Place) -> None:
-    """Only the file tells of it: the stopped ones keep their connections, and answer nobody."""
-    step = place.next_step()
-    name = f"stopped-run0-step{step}"
-    before = place.expected(step)
-    assert place.pulled(name) == before
-    (old,) = (path for path in place.directories("stopped") if path.name == f"stopped-step{step}")
-    stopped = place.trainer
-    stopped.stop()
-    assert place.pulled(name) == before, "nothing is known of a successor"
-    place.trainer = place.launch(step, seed=4)
-    after = place.expected(step)
-    assert after != before
-    until(lambda: place.pulled(name) == after, "the new launch")
-    until(lambda: not old.exists(), "retirement")
-    stopped.close()
     place.still_serves()
 
 
@@ -484,7 +426,7 @@ def test_the_worker_extension_loads_an_adapter(place: Place) -> None:
         (result,) = place.engine.ask("POST", "/collective_rpc", body)["results"]
         return result
 
-    with placeless("narrower") as addresses:
+    with placeless() as addresses:
         other = "placeless-run0-step1"
         call("load_lora_from_nixl", other, "0", addresses, PATIENCE)
         until(lambda: call("poll_lora_from_nixl", other)["state"] != "running", "the refusal")
