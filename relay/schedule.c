@@ -706,18 +706,7 @@ void schedule_failed(schedule *s, size_t number, uint64_t now_ns)
     x->avoid_ns = now_ns + (AVOID_NS << doublings);
 }
 
-/* Whether somebody else is to bring the unit: a holder, or this reader by the trainer. */
-static bool can_pass_on(const schedule *s, size_t number, size_t unit,
-                        uint64_t lateness, uint64_t now_ns)
-{
-    if (is_held(s, unit, number, count_avoided(s, now_ns), now_ns))
-        return true;
-    const source *origin = &s->sources[SCHEDULE_ORIGIN];
-    return number != SCHEDULE_ORIGIN && !s->without_trainer && origin->n_asked == 0 &&
-           !is_avoided(origin, now_ns) && rank_of(s, unit) < turns_of(lateness);
-}
-
-/* How late the source is with what it was asked for, likewise. */
+/* How late the source is with what it was asked for: in multiples of what it is allowed. */
 static uint64_t source_lateness(const schedule *s, size_t number, uint64_t now_ns)
 {
     const source *x = &s->sources[number];
@@ -728,6 +717,19 @@ static uint64_t source_lateness(const schedule *s, size_t number, uint64_t now_n
     uint64_t since = x->n_asked > 0 ? x->asked_ns : x->read_ns;
     return (now_ns - since) /
            (usual > 0 ? (uint64_t)allowed + JITTER_NS : UNKNOWN_NS << doublings);
+}
+
+/* Whether somebody else is to bring the unit: a holder, or this reader by the trainer. */
+static bool can_pass_on(const schedule *s, size_t number, size_t unit,
+                        uint64_t lateness, uint64_t now_ns)
+{
+    if (is_held(s, unit, number, count_avoided(s, now_ns), now_ns))
+        return true;
+    const source *origin = &s->sources[SCHEDULE_ORIGIN];
+    bool comes =
+        origin->n_asked == 0 || source_lateness(s, SCHEDULE_ORIGIN, now_ns) == 0;
+    return number != SCHEDULE_ORIGIN && !s->without_trainer && comes &&
+           !is_avoided(origin, now_ns) && rank_of(s, unit) < turns_of(lateness);
 }
 
 bool schedule_break_off(schedule *s, size_t number, uint64_t now_ns)

@@ -196,6 +196,32 @@ TEST_WITH(who_is_silent_from_the_first_is_late_too, set_up, tear_down)
     assert_int_equal(drain(x, 0, MS) > 0, 1);
 }
 
+/* It is read nearly all the time; but not one that owes as long. */
+static void expect_broken_off_beside_the_trainer(scene *x, uint64_t before,
+                                                 uint64_t after, bool broken)
+{
+    size_t other = schedule_join(x->schedule, &x->other, NEAR_SITE);
+    member list[] = {x->other};
+    assert_true(schedule_list(x->schedule, list, 1, x->now));
+    for (size_t u = 0; u < UNITS / 2; u++)
+        schedule_has(x->schedule, other, u, true, x->now);
+    next_unit(x, other);
+    x->now += before;
+    assert_true(next_unit(x, 0) < UNITS);
+    x->now += after;
+    assert_int_equal(schedule_break_off(x->schedule, other, x->now), broken);
+}
+
+TEST_WITH(a_trainer_that_is_being_read_takes_over, set_up, tear_down)
+{
+    expect_broken_off_beside_the_trainer(*state, 4 * S, MS, true);
+}
+
+TEST_WITH(a_trainer_that_owes_as_long_takes_nothing_over, set_up, tear_down)
+{
+    expect_broken_off_beside_the_trainer(*state, 0, 4 * S, false);
+}
+
 TEST_WITH(for_a_trainer_that_brings_nothing_nobody_is_broken_off, set_up, tear_down)
 {
     scene *x = *state;
