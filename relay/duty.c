@@ -36,11 +36,16 @@ void duty_deal(const member *members, size_t n_members, uint32_t *owner, size_t 
     memset(load, 0, n_members * sizeof *load);
     for (size_t unit = 0; unit < n_units; unit++) {
         size_t best = n_members;
+        uint64_t most = 0;
         for (size_t i = 0; i < n_members; i++) {
-            bool full = load[i] > least || (load[i] == least && more == 0);
-            if (!full &&
-                (best == n_members || precedes(&members[i], &members[best], unit)))
+            if (load[i] > least || (load[i] == least && more == 0))
+                continue;
+            uint64_t by = claim(&members[i], unit);
+            if (best == n_members || by > most ||
+                (by == most && member_compare(&members[i], &members[best]) > 0)) {
                 best = i;
+                most = by;
+            }
         }
         more -= load[best] == least;
         load[best]++;

@@ -9,6 +9,8 @@
 #define PATIENCE 20
 #define SIZE 1000000 /* of a unit */
 #define LOST_S 5.0   /* after which a silent peer's connection is given up */
+#define LOOK_S 0.02  /* how often somebody may be found late */
+#define NEVER 1e300
 
 enum ask_state { IDLE, ASKED, QUEUED, SENDING, CONFIRMING };
 
@@ -20,17 +22,21 @@ typedef struct ask {
     unit_run runs[RUNS];
     size_t n_runs;
     double left, rate; /* bytes; a second */
-    double due;        /* ASKED: the request is there; CONFIRMING: the proof */
-    double wake;       /* IDLE: when to look again */
+    double *at;        /* when something comes of it: of those of its reader */
     double since;      /* when it was asked */
+    size_t links[4], n_links;
     bool frozen, gone;
     struct ask *next; /* in the server's queue */
 } ask;
 
+/* One way of a host or of a rack. */
+typedef struct link {
+    double all, left;  /* bytes a second; that no flow has yet */
+    size_t n;          /* flows that have none yet */
+    size_t first, end; /* its flows in fleet.on */
+} link;
+
 typedef struct host {
-    double up, down; /* bytes a second */
-    double up_left, down_left;
-    size_t n_up, n_down;
     ask *first, **last; /* queue */
     size_t sending;
     bool dead, silent;
@@ -38,18 +44,15 @@ typedef struct host {
     schedule *schedule;
     member who;
     ask *asks;
+    double *at; /* of each ask */
     size_t n_asks;
-    uint32_t *ask_of; /* of each other host, 0: it is not read */
+    ask **read_by; /* those that ask it */
+    size_t n_read_by;
+    double looks; /* when it looks next who is late */
     uint8_t *has;
     bool there;
     double began, ended;
 } host;
-
-/* The links of a rack to the others. */
-typedef struct rack {
-    double up_left, down_left;
-    size_t n_up, n_down;
-} rack;
 
 typedef struct told {
     double at;
@@ -59,15 +62,18 @@ typedef struct told {
 typedef struct fleet {
     fleet_options o;
     host *hosts; /* the last is the trainer */
-    rack *racks; /* of each reader, that of the first in it */
+    link *links; /* of each host up, down; of a rack, as its first reader, up, down */
+    size_t n_links;
     uint64_t *sizes;
     size_t trainer;
-    ask **sending;
+    ask **sending, **on;
     size_t n_sending;
+    bool flows_change;
     told *told; /* in the order of time */
     size_t told_first, n_told, told_capacity;
     double now, tick;
-    uint64_t random, sent, n_messages;
+    double sent;
+    uint64_t random, n_messages;
 } fleet;
 
 static uint64_t draw(fleet *f)
@@ -110,6 +116,7 @@ static void serve(fleet *f, host *server)
         a->state = SENDING;
         server->sending++;
         f->sending[f->n_sending++] = a;
+        f->flows_change = true;
     }
 }
 
@@ -118,103 +125,102 @@ static size_t rack_of(const fleet *f, size_t reader)
     return f->o.rack > 0 ? reader - reader % f->o.rack : reader;
 }
 
-/* The racks' links that it takes. The trainer lies in none. */
-static bool crosses(const fleet *f, const ask *a, rack **from, rack **to)
-{
-    *from = a->server == f->trainer ? NULL : &f->racks[rack_of(f, a->server)];
-    *to = &f->racks[rack_of(f, a->reader)];
-    return f->o.rack > 0 && *from != *to;
-}
-
 static double smaller(double x, double y)
 {
     return x < y ? x : y;
 }
 
-static double share_of(const fleet *f, const ask *a)
+/* The links that it takes. The trainer lies in no rack. */
+static void route(const fleet *f, ask *a)
 {
-    const host *from = &f->hosts[a->server], *to = &f->hosts[a->reader];
-    rack *up, *down;
-    double share =
-        smaller(from->up_left / (double)from->n_up, to->down_left / (double)to->n_down);
-    if (!crosses(f, a, &up, &down))
-        return share;
-    share = smaller(share, down->down_left / (double)down->n_down);
-    return up ? smaller(share, up->up_left / (double)up->n_up) : share;
-}
-
-/* It is one more on its links, or one less, which takes @p rate of them. */
-static void count_flow(fleet *f, const ask *a, int more, double rate)
-{
-    host *from = &f->hosts[a->server], *to = &f->hosts[a->reader];
-    rack *up, *down;
-    from->n_up += (size_t)more;
-    from->up_left -= rate;
-    to->n_down += (size_t)more;
-    to->down_left -= rate;
-    if (!crosses(f, a, &up, &down))
+    size_t hosts = f->trainer + 1, to = rack_of(f, a->reader);
+    size_t from = a->server == f->trainer ? hosts : rack_of(f, a->server);
+    a->links[a->n_links++] = a->server;
+    a->links[a->n_links++] = hosts + a->reader;
+    if (f->o.rack == 0 || from == to)
         return;
-    down->n_down += (size_t)more;
-    down->down_left -= rate;
-    if (up) {
-        up->n_up += (size_t)more;
-        up->up_left -= rate;
-    }
+    a->links[a->n_links++] = 3 * hosts + to;
+    if (from < hosts)
+        a->links[a->n_links++] = 2 * hosts + from;
 }
 
-static void clear_links(fleet *f)
+static void sort_flows(fleet *f)
 {
-    double link = SIZE / f->o.unit_s * (double)f->o.rack / f->o.spine;
-    for (size_t i = 0; i <= f->trainer; i++) {
-        host *h = &f->hosts[i];
-        h->up_left = h->up;
-        h->down_left = h->down;
-        h->n_up = h->n_down = 0;
-        f->racks[i] = (rack){.up_left = link, .down_left = link};
+    size_t at = 0;
+    for (size_t i = 0; i < f->n_links; i++) {
+        f->links[i].left = f->links[i].all;
+        f->links[i].n = 0;
+    }
+    for (size_t i = 0; i < f->n_sending; i++)
+        for (size_t k = 0; k < f->sending[i]->n_links; k++)
+            f->links[f->sending[i]->links[k]].n++;
+    for (size_t i = 0; i < f->n_links; i++) {
+        f->links[i].first = f->links[i].end = at;
+        at += f->links[i].n;
     }
     for (size_t i = 0; i < f->n_sending; i++) {
-        f->sending[i]->frozen = false;
-        count_flow(f, f->sending[i], 1, 0);
+        ask *a = f->sending[i];
+        a->frozen = false;
+        for (size_t k = 0; k < a->n_links; k++)
+            f->on[f->links[a->links[k]].end++] = a;
     }
+}
+
+static double share_of(const link *l)
+{
+    return l->n > 0 ? l->left / (double)l->n : NEVER;
+}
+
+/* Those of the link that have none have theirs now: how many. */
+static size_t freeze(fleet *f, const link *l)
+{
+    size_t n = 0;
+    for (size_t i = l->first; i < l->end; i++) {
+        ask *a = f->on[i];
+        if (a->frozen)
+            continue;
+        a->frozen = true;
+        a->rate = NEVER;
+        n++;
+        for (size_t k = 0; k < a->n_links; k++)
+            a->rate = smaller(a->rate, share_of(&f->links[a->links[k]]));
+        for (size_t k = 0; k < a->n_links; k++) {
+            f->links[a->links[k]].left -= a->rate;
+            f->links[a->links[k]].n--;
+        }
+    }
+    return n;
 }
 
 /* Max-min fair, but that shares within three hundredths of each other are one. */
 static void share_links(fleet *f)
 {
-    clear_links(f);
+    sort_flows(f);
     for (size_t left = f->n_sending; left > 0;) {
-        double least = 1e300;
-        for (size_t i = 0; i < f->n_sending; i++) {
-            if (!f->sending[i]->frozen)
-                least = smaller(least, share_of(f, f->sending[i]));
-        }
-        for (size_t i = 0; i < f->n_sending; i++) {
-            ask *a = f->sending[i];
-            if (a->frozen)
-                continue;
-            a->rate = share_of(f, a);
-            if (a->rate > least * 1.03)
-                continue;
-            a->frozen = true;
-            left--;
-            count_flow(f, a, -1, a->rate);
-        }
+        double least = NEVER;
+        for (size_t i = 0; i < f->n_links; i++)
+            least = smaller(least, share_of(&f->links[i]));
+        for (size_t i = 0; i < f->n_links; i++)
+            if (share_of(&f->links[i]) <= least * 1.03)
+                left -= freeze(f, &f->links[i]);
     }
+    f->flows_change = false;
 }
 
 static void flow(fleet *f)
 {
-    share_links(f);
     size_t kept = 0;
+    if (f->flows_change)
+        share_links(f);
     for (size_t i = 0; i < f->n_sending; i++) {
         ask *a = f->sending[i];
         host *server = &f->hosts[a->server];
         bool stands = server->dead || server->silent || a->state != SENDING;
-        if (!stands)
-            a->left -= a->rate * f->tick;
+        double comes = smaller(a->left, a->rate * f->tick);
         if (a->server == f->trainer && !stands)
-            f->sent += (uint64_t)(a->rate * f->tick);
-        if (!stands && a->left > 0) {
+            f->sent += comes;
+        if (!stands && comes < a->left) {
+            a->left -= comes;
             f->sending[kept++] = a;
             continue;
         }
@@ -222,8 +228,9 @@ static void flow(fleet *f)
         if (stands)
             continue;
         a->state = CONFIRMING;
-        a->due = f->now + 2 * f->o.latency_s;
+        *a->at = f->now + comes / a->rate + 2 * f->o.latency_s;
     }
+    f->flows_change = kept < f->n_sending;
     f->n_sending = kept;
 }
 
@@ -244,27 +251,36 @@ static void tell_all(fleet *f, size_t who, const ask *a)
     }
 }
 
+static void wake(ask *a)
+{
+    if (a->state == IDLE)
+        *a->at = 0;
+}
+
 static void listen(fleet *f)
 {
     for (; f->told_first < f->n_told && f->told[f->told_first].at <= f->now;
          f->told_first++) {
-        told *t = &f->told[f->told_first];
-        for (size_t i = 0; i < f->trainer; i++) {
-            host *reader = &f->hosts[i];
-            ask *a = &reader->asks[reader->ask_of[t->who]];
-            if (!reader->there || a == reader->asks || a->gone)
+        const told *t = &f->told[f->told_first];
+        const host *who = &f->hosts[t->who];
+        for (size_t i = 0; i < who->n_read_by; i++) {
+            ask *a = who->read_by[i];
+            if (a->gone)
                 continue;
-            schedule_has(reader->schedule, a->source, t->unit, false, ns(f->now));
+            schedule_has(f->hosts[a->reader].schedule, a->source, t->unit, false,
+                         ns(f->now));
             f->n_messages++;
-            a->wake = 0;
+            wake(a);
         }
     }
+    if (f->told_first == f->n_told)
+        f->told_first = f->n_told = 0;
 }
 
 static void wake_all(host *reader)
 {
     for (size_t k = 0; k < reader->n_asks; k++)
-        reader->asks[k].wake = 0;
+        wake(&reader->asks[k]);
 }
 
 static void lose(fleet *f, host *reader, ask *a)
@@ -284,10 +300,10 @@ static void lose(fleet *f, host *reader, ask *a)
 
 static void ask_next(fleet *f, host *reader, ask *a)
 {
-    uint64_t wake;
+    uint64_t wake_ns;
     a->n_runs = schedule_next(reader->schedule, a->source, f->o.batch * SIZE, a->runs,
-                              RUNS, ns(f->now), &wake);
-    a->wake = wake == UINT64_MAX ? 1e300 : (double)wake / 1e9 - 1000;
+                              RUNS, ns(f->now), &wake_ns);
+    *a->at = wake_ns == UINT64_MAX ? NEVER : (double)wake_ns / 1e9 - 1000;
     if (a->n_runs == 0)
         return;
     a->left = 0;
@@ -295,7 +311,7 @@ static void ask_next(fleet *f, host *reader, ask *a)
         a->left += (double)a->runs[r].count * SIZE;
     a->state = ASKED;
     a->since = f->now;
-    a->due = f->now + f->o.latency_s;
+    *a->at = f->now + f->o.latency_s;
 }
 
 /* Who is only silent stays in the list. */
@@ -306,24 +322,39 @@ static bool is_broken_off(const fleet *f, host *reader, const ask *a,
            (server->silent && f->now - a->since > LOST_S);
 }
 
+static void confirm(fleet *f, host *reader, ask *a)
+{
+    schedule_read(reader->schedule, a->source, a->runs, a->n_runs, ns(f->now));
+    schedule_confirmed(reader->schedule, a->source, a->runs, a->n_runs, ns(f->now));
+    a->state = IDLE;
+    *a->at = 0;
+    tell_all(f, a->reader, a);
+    if (schedule_left(reader->schedule) == 0)
+        reader->ended = f->now;
+}
+
 static void turn(fleet *f, host *reader, ask *a)
 {
-    const host *server = &f->hosts[a->server];
-    if (a->state == IDLE && a->wake <= f->now)
+    bool is_due = *a->at <= f->now;
+    if (a->state == IDLE && is_due) {
         ask_next(f, reader, a);
-    if (a->state == ASKED && a->due <= f->now)
+    } else if (a->state == ASKED && is_due) {
+        *a->at = NEVER;
         queue(f, a);
-    if (a->state == CONFIRMING && a->due <= f->now) {
-        schedule_proven(reader->schedule, a->source, ns(f->now));
-        a->state = IDLE;
-        a->wake = 0;
-        tell_all(f, a->reader, a);
-        if (schedule_left(reader->schedule) == 0)
-            reader->ended = f->now;
-    } else if (a->state != IDLE && server->dead) {
+    } else if (a->state == CONFIRMING && is_due) {
+        confirm(f, reader, a);
+    }
+}
+
+/* Likewise, but it is not due. */
+static void look(fleet *f, host *reader, ask *a)
+{
+    const host *server = &f->hosts[a->server];
+    if (a->state == IDLE || a->state == CONFIRMING)
+        return;
+    if (server->dead) {
         lose(f, reader, a); /* the connection was reset */
-    } else if (a->state != IDLE && a->state != CONFIRMING &&
-               is_broken_off(f, reader, a, server)) {
+    } else if (is_broken_off(f, reader, a, server)) {
         schedule_failed(reader->schedule, a->source, ns(f->now));
         a->state = IDLE;
         for (size_t u = 0; u < f->o.units; u++) { /* it says anew what it has */
@@ -332,6 +363,21 @@ static void turn(fleet *f, host *reader, ask *a)
         }
         wake_all(reader);
     }
+}
+
+/* Whoever is due, and now and then whoever may be late. */
+static void turn_all(fleet *f, host *reader)
+{
+    bool looks = f->now >= reader->looks;
+    for (size_t k = 0; k < reader->n_asks && reader->ended == 0; k++) {
+        ask *a = &reader->asks[k];
+        if (!a->gone && reader->at[k] <= f->now)
+            turn(f, reader, a);
+        if (!a->gone && looks)
+            look(f, reader, a);
+    }
+    if (looks)
+        reader->looks = f->now + LOOK_S;
 }
 
 static bool is_near(const fleet *f, const host *a, const host *b)
@@ -347,8 +393,10 @@ static void meet(fleet *f, host *reader, host *other)
                                   is_near(f, reader, other) ? NEAR_RACK : NEAR_SITE);
     *a = (ask){.reader = (size_t)(reader - f->hosts),
                .server = (size_t)(other - f->hosts),
-               .source = source};
-    reader->ask_of[other - f->hosts] = (uint32_t)reader->n_asks++;
+               .source = source,
+               .at = &reader->at[reader->n_asks++]};
+    route(f, a);
+    other->read_by[other->n_read_by++] = a;
     for (size_t u = 0; u < f->o.units; u++) {
         if (other->has[u])
             schedule_has(reader->schedule, source, u, true, ns(f->now));
@@ -361,7 +409,8 @@ static void come(fleet *f, host *reader)
     reader->there = true;
     reader->began = f->now;
     reader->schedule = schedule_create(f->sizes, f->o.units, &reader->who, ns(f->now));
-    reader->asks[0] = (ask){.reader = self, .server = f->trainer};
+    reader->asks[0] = (ask){.reader = self, .server = f->trainer, .at = reader->at};
+    route(f, reader->asks);
     reader->n_asks = 1;
 }
 
@@ -399,22 +448,27 @@ static void befriend(fleet *f, host *reader)
 static void set_up(fleet *f)
 {
     size_t n = f->o.readers;
-    double link = SIZE / f->o.unit_s;
+    double one = SIZE / f->o.unit_s;
     f->trainer = n;
     f->random = 88172645463325252u;
     f->hosts = calloc(n + 1, sizeof *f->hosts);
     f->sizes = calloc(f->o.units, sizeof *f->sizes);
-    f->racks = calloc(n + 1, sizeof *f->racks);
     f->sending = calloc(n * (n + 1), sizeof *f->sending);
+    f->on = calloc(4 * n * (n + 1), sizeof *f->on);
+    f->n_links = (f->o.rack > 0 ? 4 : 2) * (n + 1);
+    f->links = calloc(4 * (n + 1), sizeof *f->links);
     for (size_t u = 0; u < f->o.units; u++)
         f->sizes[u] = SIZE;
     for (size_t i = 0; i <= n; i++) {
         host *h = &f->hosts[i];
-        h->up = i == f->o.slow ? link / f->o.slow_by : link;
-        h->down = link;
+        f->links[i].all = i == f->o.slow ? one / f->o.slow_by : one;
+        f->links[n + 1 + i].all = one;
+        f->links[2 * (n + 1) + i].all = f->links[3 * (n + 1) + i].all =
+            one * (double)f->o.rack / f->o.spine;
         h->last = &h->first;
         h->asks = calloc(n + 1, sizeof *h->asks);
-        h->ask_of = calloc(n + 1, sizeof *h->ask_of);
+        h->at = calloc(n + 1, sizeof *h->at);
+        h->read_by = calloc(n + 1, sizeof(ask *));
         h->has = calloc(f->o.units, 1);
         for (size_t b = 0; b < sizeof h->who.id; b++)
             h->who.id[b] = (uint8_t)draw(f);
@@ -435,11 +489,13 @@ static void tear_down(fleet *f)
     for (size_t i = 0; i <= f->trainer; i++) {
         schedule_free(f->hosts[i].schedule);
         free(f->hosts[i].asks);
-        free(f->hosts[i].ask_of);
+        free(f->hosts[i].at);
+        free(f->hosts[i].read_by);
         free(f->hosts[i].has);
     }
     free(f->hosts);
-    free(f->racks);
+    free(f->links);
+    free(f->on);
     free(f->sizes);
     free(f->sending);
     free(f->told);
@@ -473,11 +529,8 @@ static bool one_tick(fleet *f)
         host *reader = &f->hosts[i];
         bool out = reader->dead || reader->silent;
         running += !out && reader->ended == 0;
-        for (size_t k = 0;
-             !out && reader->there && reader->ended == 0 && k < reader->n_asks; k++) {
-            if (!reader->asks[k].gone)
-                turn(f, reader, &reader->asks[k]);
-        }
+        if (!out && reader->there)
+            turn_all(f, reader);
     }
     for (size_t i = 0; i <= f->trainer; i++)
         serve(f, &f->hosts[i]);
@@ -517,7 +570,7 @@ bool fleet_run(const fleet_options *options, fleet_result *out)
         strike(&f, one);
     }
     *out = (fleet_result){.told = f.n_messages,
-                          .models = (double)f.sent / SIZE / (double)options->units};
+                          .models = f.sent / SIZE / (double)options->units};
     for (size_t i = 0; i < f.trainer; i++) {
         const host *h = &f.hosts[i];
         double took = (h->ended - h->began) / one;
