@@ -171,9 +171,6 @@ static fanin_status await_kernels(device_memory *m, int device, deadline at,
 fanin_status delta_await_stream(const delta *d, const fanin_stream *after, deadline at,
                                 fanin_error *error)
 {
-    static const error_place place = {
-        .phase = "apply",
-        .remedy = "is the stream that the pull was given busy? Allow more time"};
     fanin_error why = FANIN_ERROR_INIT;
     client_work work;
     gpu_stream *stream;
@@ -191,12 +188,7 @@ fanin_status delta_await_stream(const delta *d, const fanin_stream *after, deadl
                                  &why);
     while (status == FANIN_ERR_TIMEOUT && !client_work_over(&work));
     if (status == FANIN_ERR_TIMEOUT)
-        return client_work_end(&work,
-                               error_set(error, status, &place,
-                                         "the work on the caller's stream of device %d "
-                                         "has not ended in time",
-                                         after->device),
-                               error);
+        return client_work_end(&work, devices_tell_busy(after, "apply", error), error);
     return status == FANIN_OK ? FANIN_OK : error_copy(error, &why);
 }
 

@@ -538,6 +538,18 @@ device_memory *devices_memory(fanin_client *client)
     return d->memory;
 }
 
+fanin_status devices_tell_busy(const fanin_stream *after, const char *phase,
+                               fanin_error *error)
+{
+    const error_place place = {
+        .phase = phase,
+        .remedy = "is the stream that the pull was given busy? Allow more time"};
+    return error_set(
+        error, FANIN_ERR_TIMEOUT, &place,
+        "the work on the caller's stream of device %d has not ended in time",
+        after->device);
+}
+
 void devices_disconnect(fanin_client *client)
 {
     devices *d = client->devices;

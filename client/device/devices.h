@@ -175,6 +175,9 @@ fanin_status devices_create(fanin_client *client, fanin_error *error);
 gpu *client_gpu(fanin_client *client);
 /** client->devices->map, made if need be. NULL: there is no CUDA, or no memory. */
 ipc_map *devices_map(fanin_client *client);
+/** FANIN_ERR_TIMEOUT of a call that had to wait for what was on @p after. */
+fanin_status devices_tell_busy(const fanin_stream *after, const char *phase,
+                               fanin_error *error);
 /** devices->memory, made if need be. NULL: there is no CUDA, or no memory. */
 device_memory *devices_memory(fanin_client *client);
 /** Unmaps all memory of other processes, frees the own and ends the own streams, for which it waits

@@ -287,6 +287,16 @@ static fanin_status run_reading(phase *w, deadline at, fanin_error *error)
     }
 }
 
+/* Whether time has passed because the caller's stream, behind which devices write, is busy: no rank
+   is late then. */
+static bool waits_for_stream(const path_reading *r)
+{
+    bool writes = false;
+    for (size_t i = 0; i < r->n_ranges; i++)
+        writes = writes || r->ranges[i].device >= 0;
+    return writes && gpu_is_busy(r->client->devices->g, r->after);
+}
+
 /* -------------------------------------------------------------------- ending */
 
 static void account_read(const phase *w)
@@ -416,6 +426,8 @@ static fanin_status read_from_ranks(phase *w, fanin_error *error)
     w->last_ns = clock_ns();
     if (status == FANIN_OK)
         account_read(w);
+    if (status == FANIN_ERR_TIMEOUT && waits_for_stream(&w->reading))
+        devices_tell_busy(w->reading.after, "read", error);
     trace_read(w, scattered, status);
     end_reading(w, status);
     fanin_result_info *info = &p->result->info;

@@ -160,6 +160,8 @@ fanin_status gpu_stream_wait(gpu_stream *stream, deadline at, fanin_error *error
     if its handle is NULL. FANIN_ERR_STATE: it is being captured into a graph. */
 fanin_status gpu_stream_after(gpu_stream *stream, const fanin_stream *callers,
                               fanin_error *error);
+/** Whether something on the caller's stream has not ended; false also if that cannot be told. */
+bool gpu_is_busy(gpu *g, const fanin_stream *callers);
 /** Everything on the caller's stream from now on comes after what is on @p stream now. */
 fanin_status gpu_stream_before(gpu_stream *stream, const fanin_stream *callers,
                                fanin_error *error);

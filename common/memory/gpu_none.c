@@ -61,6 +61,7 @@ REFUSE(gpu_zero, (gpu_stream * stream, void *memory, size_t bytes, fanin_error *
 REFUSE(gpu_stream_wait, (gpu_stream * stream, deadline at, fanin_error *error))
 REFUSE(gpu_stream_after,
        (gpu_stream * stream, const fanin_stream *callers, fanin_error *error))
+STUB(bool, gpu_is_busy, (gpu * g, const fanin_stream *callers), false)
 REFUSE(gpu_stream_before,
        (gpu_stream * stream, const fanin_stream *callers, fanin_error *error))
 REFUSE(gpu_stream_notify,

@@ -49,6 +49,15 @@ static fanin_status enter_callers(gpu *g, const fanin_stream *callers,
                      callers->device);
 }
 
+bool gpu_is_busy(gpu *g, const fanin_stream *callers)
+{
+    if (!callers->handle || enter_callers(g, callers, NULL) != FANIN_OK)
+        return false;
+    CUresult result = g->cuStreamQuery(callers->handle);
+    gpu_context_leave(g);
+    return result == CUDA_ERROR_NOT_READY;
+}
+
 /* An event behind what is on @p stream, whose context is current. The driver keeps it alive while
    something waits for it, so it may be destroyed at once after that. */
 static CUresult gpu_order_mark(gpu *g, CUstream stream, CUevent *out)

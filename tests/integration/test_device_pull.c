@@ -11,6 +11,7 @@
 #include "fetch/pattern.h"
 #include "pull/pull_session.h"
 #include "testing.h"
+#include <cuda.h>
 #include <fanin/safetensors.h>
 #include <pthread.h>
 #include <signal.h>
@@ -735,6 +736,36 @@ static void *pull_main(void *cookie)
 static void pull_start(puller *p)
 {
     assert_int_equal(pthread_create(&p->thread, NULL, pull_main, p), 0);
+}
+
+/* What a pull waits for is the caller's stream, and no rank is said to be late. */
+CASE(test_a_busy_stream)
+{
+    static const fanin_path paths[] = {FANIN_PATH_STREAM, FANIN_PATH_CUDA_IPC};
+    for (int i = 0; i < 2; i++) {
+        target t;
+        CUcontext context;
+        CUstream stream;
+        set_up(order_of(RANKS, 1, 1), paths[i]);
+        target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
+        assert_int_equal(cuDevicePrimaryCtxRetain(&context, 1), CUDA_SUCCESS);
+        assert_int_equal(cuCtxPushCurrent(context), CUDA_SUCCESS);
+        assert_int_equal(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), CUDA_SUCCESS);
+        fanin_pull_options options = defaults();
+        options.stream = (fanin_stream){.handle = stream, .device = 1};
+        options.timeout_ms = 3000;
+        expect(&t, paths[i]); /* connected and planned: what is left is to read */
+        fake_cuda_hold_stream(stream);
+        outcome late = pull_with(&options, &t);
+        assert_int_equal(late.status, FANIN_ERR_TIMEOUT);
+        assert_says(late.error.message, "caller's stream of device 1");
+        fake_cuda_release(1);
+        expect(&t, paths[i]);
+        assert_int_equal(cuStreamDestroy(stream), CUDA_SUCCESS);
+        assert_int_equal(cuCtxPopCurrent(NULL), CUDA_SUCCESS);
+        target_free(&t);
+        tear_down(NULL);
+    }
 }
 
 /* The kernel of a pull stands still while a rank dies. The rank is named, nothing is written
