@@ -32,9 +32,8 @@ typedef struct line {
 
 static void offer(const char *word, const char *prefix, const char *description)
 {
-    if (strncmp(word, prefix, strlen(prefix)) == 0) {
+    if (strncmp(word, prefix, strlen(prefix)) == 0)
         printf(description != NULL ? "%s\t%s\n" : "%s\n", word, description);
-    }
 }
 
 /* ----------------------------------------------------------------- from the ranks */
@@ -44,9 +43,8 @@ static void offer(const char *word, const char *prefix, const char *description)
 static void offer_of_ranks(const char *word, const char *prefix)
 {
     if (word[strspn(word, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-                          "0123456789._:/+-@%,=")] == '\0') {
+                          "0123456789._:/+-@%,=")] == '\0')
         offer(word, prefix, NULL);
-    }
 }
 
 typedef struct lister {
@@ -61,14 +59,11 @@ typedef struct lister {
 static bool complete_on_publication(void *cookie, const fanin_publication_info *info)
 {
     lister *l = cookie;
-    for (size_t i = 0; i < l->count; i++) {
-        if (strcmp(l->names[i], info->name) == 0) {
+    for (size_t i = 0; i < l->count; i++)
+        if (strcmp(l->names[i], info->name) == 0)
             return true;
-        }
-    }
-    if (l->count < MAX_PUBLICATIONS && info->state != FANIN_PUBLICATION_UNPUBLISHED) {
+    if (l->count < MAX_PUBLICATIONS && info->state != FANIN_PUBLICATION_UNPUBLISHED)
         snprintf(l->names[l->count++], sizeof l->names[0], "%s", info->name);
-    }
     return true;
 }
 
@@ -93,9 +88,8 @@ static void offer_publications(lister *l)
             continue;
         }
         size_t same = strlen(l->names[i]), typed = strlen(l->prefix);
-        if (strncmp(l->names[i], l->prefix, same < typed ? same : typed) != 0) {
+        if (strncmp(l->names[i], l->prefix, same < typed ? same : typed) != 0)
             continue;
-        }
         l->publication = l->names[i];
         status = fanin_client_catalog(l->client, l->names[i], NULL,
                                       (uint32_t)deadline_poll_ms(l->end_ns),
@@ -117,9 +111,8 @@ static void offer_from_ranks(const line *line, wanted what, const char *prefix)
     const char *text = line->target != NULL ? line->target : session_default_target();
     unsigned long size = line->size != NULL ? strtoul(line->size, NULL, 10) : 0;
     if (text == NULL || size > TARGET_MAX_RANKS ||
-        target_parse(text, (uint32_t)size, &where, &error) != FANIN_OK) {
+        target_parse(text, (uint32_t)size, &where, &error) != FANIN_OK)
         return;
-    }
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     config.connect_timeout_ms = RANK_MS;
@@ -127,9 +120,8 @@ static void offer_from_ranks(const line *line, wanted what, const char *prefix)
     if (fanin_client_create(&config, &l.client, NULL) == FANIN_OK &&
         fanin_client_connect_any(l.client, (const char *const *)where.addresses,
                                  where.count, (uint32_t)deadline_poll_ms(l.end_ns),
-                                 NULL) == FANIN_OK) {
+                                 NULL) == FANIN_OK)
         offer_publications(&l);
-    }
     fanin_client_destroy(&l.client);
     target_free(&where);
 }
@@ -162,19 +154,14 @@ static void offer_value(const line *line, const char *prefix)
             offer(word, word[0] == ':' ? "" : prefix, NULL);
         }
     }
-    if (!known && (strcmp(value, "DIR") == 0 || strcmp(value, "FILE") == 0)) {
+    if (!known && (strcmp(value, "DIR") == 0 || strcmp(value, "FILE") == 0))
         offer(value[0] == 'D' ? ":directories" : ":any-files", "", NULL);
-    }
-    for (size_t i = 0; strcmp(name, "model") == 0 && i < n_models; i++) {
+    for (size_t i = 0; strcmp(name, "model") == 0 && i < n_models; i++)
         offer(models[i].name, prefix, models[i].kv_rank > 0 ? "with --full" : NULL);
-    }
-    for (size_t i = 0; strcmp(name, "adapter-shape") == 0 && i < n_adapter_shapes;
-         i++) {
+    for (size_t i = 0; strcmp(name, "adapter-shape") == 0 && i < n_adapter_shapes; i++)
         offer(adapter_shapes[i].name, prefix, NULL);
-    }
-    if (strcmp(name, "run") == 0) {
+    if (strcmp(name, "run") == 0)
         offer_from_ranks(line, WANT_RUNS, prefix);
-    }
 }
 
 static void offer_options(const line *line, const char *prefix)
@@ -195,9 +182,8 @@ static void complete_read_options(line *line, char *text)
          row = strtok(NULL, "\n")) {
         option *o = &line->options[line->n_options++];
         const char *fields[4] = {"", "", "", ""};
-        for (size_t i = 0; i < 4 && row != NULL; i++) {
+        for (size_t i = 0; i < 4 && row != NULL; i++)
             fields[i] = strsep(&row, "\t");
-        }
         snprintf(o->name, sizeof o->name, "%s", fields[0] + 2);
         snprintf(o->value, sizeof o->value, "%s", fields[1]);
         snprintf(o->description, sizeof o->description, "%s", fields[2]);
@@ -231,9 +217,8 @@ static const option *option_wanting(const line *line, const char *word)
         const option *o = &line->options[i];
         bool is = word[1] == '-' ? strcmp(word + 2, o->name) == 0
                                  : word[1] == o->letter && word[2] == '\0';
-        if (is && o->value[0] != '\0' && word[1] != '\0') {
+        if (is && o->value[0] != '\0' && word[1] != '\0')
             return o;
-        }
     }
     return NULL;
 }
@@ -242,9 +227,8 @@ static void scan(line *line, int count, const char *const *words)
 {
     for (int i = 0; i < count; i++) {
         if (line->wanting != NULL) {
-            if (strcmp(line->wanting->name, "world-size") == 0) {
+            if (strcmp(line->wanting->name, "world-size") == 0)
                 line->size = words[i];
-            }
             line->wanting = NULL;
         } else if (words[i][0] == '-') {
             line->wanting = option_wanting(line, words[i]);
@@ -264,9 +248,8 @@ static void complete_argument(line *line, const char *prefix)
     bool has_target = line->target != NULL || session_default_target() != NULL;
     bool takes_file =
         line->positional == 0 && strcmp(line->command->name, "serve") != 0;
-    if (strcmp(line->command->name, "secret") == 0) {
-        takes_file = false; /* it is a new one */
-    }
+    if (strcmp(line->command->name, "secret") == 0)
+        takes_file = false;                   /* it is a new one */
     if (two_sides && line->positional >= 1) { /* a run of the one, or the other */
         offer_from_ranks(line, WANT_PUBLICATIONS, prefix);
         takes_file = true;
@@ -291,27 +274,23 @@ static void complete_line(const command *const *all, int count,
     const char *current = words[count - 1];
     static line line; /* large */
     if (count == 1 || strcmp(words[0], "help") == 0) {
-        for (; *all != NULL; all++) {
+        for (; *all != NULL; all++)
             offer((*all)->name, current, (*all)->summary);
-        }
-        for (size_t i = 0; count == 1 && i < sizeof others / sizeof others[0]; i++) {
+        for (size_t i = 0; count == 1 && i < sizeof others / sizeof others[0]; i++)
             offer(others[i], current, NULL);
-        }
         return;
     }
     line.command = command_find(all, words[0]);
-    if (line.command == NULL) {
+    if (line.command == NULL)
         return;
-    }
     learn_command(&line);
     scan(&line, count - 2, words + 1);
-    if (line.wanting != NULL) {
+    if (line.wanting != NULL)
         offer_value(&line, current);
-    } else if (current[0] == '-') {
+    else if (current[0] == '-')
         offer_options(&line, current);
-    } else {
+    else
         complete_argument(&line, current);
-    }
 }
 
 int complete(const command *const *all, int argc, const char *const *argv)

@@ -22,11 +22,10 @@ static void print_ucx(void)
 {
     ucx *u = NULL;
     fanin_error why = FANIN_ERROR_INIT;
-    if (ucx_load(NULL, &u, &why) == FANIN_OK) {
+    if (ucx_load(NULL, &u, &why) == FANIN_OK)
         terminal_print("UCX %s (%s)", ucx_version(u), ucx_library_path(u));
-    } else {
+    else
         terminal_print("UCX none: %s", why.message);
-    }
     ucx_unload(&u);
 }
 
@@ -34,11 +33,10 @@ static void print_cuda(void)
 {
     gpu *g = NULL;
     fanin_error why = FANIN_ERROR_INIT;
-    if (gpu_load(NULL, &g, &why) == FANIN_OK) {
+    if (gpu_load(NULL, &g, &why) == FANIN_OK)
         terminal_print("CUDA driver for %s", gpu_driver_version(g));
-    } else {
+    else
         terminal_print("CUDA none: %s", why.message);
-    }
 }
 
 /* What --version says. */
@@ -83,18 +81,16 @@ static const command *const commands[] = {
 static void main_print_help(FILE *stream)
 {
     fputs(intro, stream);
-    for (size_t i = 0; commands[i] != NULL; i++) {
+    for (size_t i = 0; commands[i] != NULL; i++)
         fprintf(stream, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
-    }
     fputs(outro, stream);
 }
 
 static int main_unknown(const char *word)
 {
     const char *names[sizeof commands / sizeof commands[0]] = {NULL};
-    for (size_t i = 0; commands[i] != NULL; i++) {
+    for (size_t i = 0; commands[i] != NULL; i++)
         names[i] = commands[i]->name;
-    }
     const char *nearest = options_nearest(word, names);
     if (nearest != NULL) {
         return failure_usage(NULL, "unknown command '%s', did you mean '%s'?", word,
@@ -115,9 +111,8 @@ static int main_dispatch(const char *name, int argc, char **argv)
     const char **words = output_require(calloc((size_t)argc + 1, sizeof *words));
     snprintf(title, sizeof title, "nixl-fetch %s", name);
     words[0] = title;
-    for (int i = 1; i < argc; i++) {
+    for (int i = 1; i < argc; i++)
         words[i] = argv[i];
-    }
     int code =
         completion ? complete(commands, argc, words) : found->run(found, argc, words);
     free(words);
@@ -173,8 +168,7 @@ int main(int argc, char **argv)
         word = argv[2];
         argv[2] = option;
     }
-    if (word[0] == '-') {
+    if (word[0] == '-')
         return failure_usage(NULL, "unknown option '%s' before a command", word);
-    }
     return main_dispatch(word, argc - 1, argv + 1);
 }

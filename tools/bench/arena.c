@@ -36,9 +36,8 @@ static bool bench_arena_on_entry(void *cookie, const fanin_entry *e)
                         .n_dims = e->n_dims,
                         .memory = {FANIN_MEMORY_DETECT, -1}};
     memcpy(t->shape, e->shape, sizeof t->shape);
-    if (a->half != 0 && half_converts(e->dtype, a->half)) {
+    if (a->half != 0 && half_converts(e->dtype, a->half))
         t->dtype = a->half;
-    }
     return true;
 }
 
@@ -56,12 +55,10 @@ static fanin_status make_memory(arena *a, fanin_error *error)
     }
     void *memory = NULL;
     fanin_status status = device_load(&a->gpu, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = gpu_stream_create(a->gpu, a->device, &a->stream, error);
-    }
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = gpu_alloc(a->gpu, a->device, a->size + 1, &memory, error);
-    }
     a->memory = memory;
     return status;
 }
@@ -97,9 +94,8 @@ static size_t add_parameter(engine_layout *l)
 static uint64_t engine_tensor_bytes(const fanin_tensor *t, const uint64_t *extent)
 {
     uint64_t bits = fanin_dtype_bits(t->dtype);
-    for (uint32_t d = 0; d < t->n_dims; d++) {
+    for (uint32_t d = 0; d < t->n_dims; d++)
         bits *= extent[d];
-    }
     return bits / 8;
 }
 
@@ -152,9 +148,8 @@ static fanin_status bench_arena_lay_out(arena *a, const engine_layout *l,
         a->size += aligned(l->parameters[i].bytes);
     }
     fanin_status status = make_memory(a, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         give_boxes(a, l, begin);
-    }
     free(begin);
     return status;
 }
@@ -165,9 +160,8 @@ static fanin_status bench_arena_layout_of(const arena *a, const char *mapping,
 {
     mapping_file m;
     if (mapping == NULL) {
-        for (size_t i = 0; i < a->count; i++) {
+        for (size_t i = 0; i < a->count; i++)
             engine_layout_add_whole(out, a->tensors, i);
-        }
         return FANIN_OK;
     }
     fanin_status status = mapping_read(mapping, &m, error);
@@ -186,9 +180,8 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     *out = (arena){.device = device, .half = half};
     fanin_status status = fanin_client_catalog(client, publication, NULL, timeout_ms,
                                                bench_arena_on_entry, out, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     status = bench_arena_layout_of(out, mapping, &l, error);
     if (status == FANIN_OK) {
         status = bench_arena_lay_out(out, &l, error);
@@ -204,9 +197,8 @@ void arena_free(arena *a)
     fanin_destination_free(&a->into);
     free_names(a, 0);
     if (a->device != DEVICE_HOST) {
-        if (a->copy != NULL) {
+        if (a->copy != NULL)
             munmap(a->copy, a->size + 1);
-        }
         gpu_free(a->gpu, a->device, a->memory);
         gpu_stream_destroy(&a->stream);
     } else if (a->memory != NULL) {
@@ -222,13 +214,11 @@ static fanin_status transfer(arena *a, bool out, fanin_error *error)
 {
     if (a->copy == NULL) {
         a->copy = arena_map(a->size + 1);
-        if (a->copy == NULL) {
+        if (a->copy == NULL)
             return bench_arena_no_memory(a, error);
-        }
     }
-    if (out) {
+    if (out)
         memset(a->copy, SPOILED, a->size);
-    }
     fanin_status status = gpu_copy(a->stream, out ? a->memory : a->copy,
                                    out ? a->copy : a->memory, a->size, error);
     return status == FANIN_OK ? gpu_stream_wait(a->stream, UINT64_MAX, error) : status;
@@ -237,9 +227,8 @@ static fanin_status transfer(arena *a, bool out, fanin_error *error)
 fanin_status arena_read(arena *a, const uint8_t **out, fanin_error *error)
 {
     *out = a->memory;
-    if (a->device == DEVICE_HOST) {
+    if (a->device == DEVICE_HOST)
         return FANIN_OK;
-    }
     fanin_status status = transfer(a, false, error);
     *out = a->copy;
     return status;
@@ -323,9 +312,8 @@ static void place_source(engine_layout *l, const fanin_tensor *tensors,
         out->at = narrowed(b->at, from, to);
         memcpy(out->box.offset, b->offset, sizeof b->offset);
         memcpy(out->box.extent, b->extent, sizeof b->extent);
-        for (uint32_t d = 0; d < s->n_dims; d++) {
+        for (uint32_t d = 0; d < s->n_dims; d++)
             out->box.stride[d] = (int64_t)narrowed((uint64_t)b->stride[d], from, to);
-        }
     }
 }
 
@@ -333,9 +321,8 @@ static int by_tensor(const void *a, const void *b)
 {
     const placed_box *x = a;
     const placed_box *y = b;
-    if (x->tensor != y->tensor) {
+    if (x->tensor != y->tensor)
         return x->tensor < y->tensor ? -1 : 1;
-    }
     return (x->parameter > y->parameter) - (x->parameter < y->parameter);
 }
 
@@ -350,15 +337,13 @@ static fanin_status place_module(engine_layout *l, const fanin_tensor *tensors,
     }
     for (size_t i = 0; i < m->n_tensors; i++) {
         const mapping_tensor *parameter = &m->tensors[i];
-        if (parameter->n_sources > 0) {
+        if (parameter->n_sources > 0)
             add_parameter(l);
-        }
         for (size_t j = 0; j < parameter->n_sources; j++) {
             const mapping_source *s = &parameter->sources[j];
             const fanin_tensor *t = find_tensor(sorted, count, s, error);
-            if (t == NULL) {
+            if (t == NULL)
                 return error->status;
-            }
             place_source(l, tensors, t, parameter, s);
         }
     }
@@ -372,18 +357,15 @@ fanin_status engine_layout_of_mapping(const fanin_tensor *tensors, size_t count,
     fanin_status status = FANIN_OK;
     *out = (engine_layout){.boxes = NULL};
     const fanin_tensor **sorted = output_require(calloc(count + 1, sizeof sorted[0]));
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         sorted[i] = &tensors[i];
-    }
     qsort(sorted, count, sizeof sorted[0], engine_layout_by_name);
-    for (size_t i = 0; status == FANIN_OK && i < m->n_modules; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < m->n_modules; i++)
         status = place_module(out, tensors, sorted, count, &m->modules[i], error);
-    }
     free(sorted);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         engine_layout_free(out);
-    } else if (out->count > 0) {
+    else if (out->count > 0)
         qsort(out->boxes, out->count, sizeof out->boxes[0], by_tensor);
-    }
     return status;
 }

@@ -22,12 +22,10 @@ void bench_spread_of(const rank_options *o, bench_spread *out)
     for (uint32_t rank = 0; rank < o->world_size; rank++) {
         int device = rank_device(o, rank);
         size_t at = 0;
-        while (at < out->count && out->devices[at] != device) {
+        while (at < out->count && out->devices[at] != device)
             at++;
-        }
-        if (at == out->count) {
+        if (at == out->count)
             out->devices[out->count++] = device;
-        }
         for (size_t i = 0; i < o->tensors->count; i++) {
             const tensor_spec *t = &o->tensors->tensors[i];
             shard s;
@@ -54,9 +52,8 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
     fanin_status status = FANIN_OK;
     uint64_t times[ROUNDS];
     limit->pieces = count;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         limit->bytes += copies[i].bytes;
-    }
     /* The first one is for warming up. */
     for (int round = -1; round < ROUNDS && status == FANIN_OK; round++) {
         uint64_t start = clock_ns();
@@ -64,12 +61,10 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
             status = gpu_copy(copies[i].stream, copies[i].to, copies[i].from,
                               copies[i].bytes, &error);
         }
-        for (size_t i = 0; i < count && status == FANIN_OK; i++) {
+        for (size_t i = 0; i < count && status == FANIN_OK; i++)
             status = gpu_stream_wait(copies[i].stream, UINT64_MAX, &error);
-        }
-        if (round >= 0) {
+        if (round >= 0)
             times[round] = clock_ns() - start;
-        }
     }
     bench_limit_end(limit, times, ROUNDS, status != FANIN_OK ? error.message : NULL);
 }
@@ -78,9 +73,8 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
 static fanin_status open_source(transfer *t, fanin_error *error)
 {
     fanin_status status = device_load(&t->gpu, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = gpu_stream_create(t->gpu, t->device, &t->stream, error);
-    }
     return status != FANIN_OK
                ? status
                : gpu_alloc(t->gpu, t->device, t->bytes + 1, &t->from, error);
@@ -91,12 +85,10 @@ static fanin_status bench_device_prepare(transfer *t, int from, int to, uint64_t
 {
     *t = (transfer){.device = from, .bytes = bytes};
     fanin_status status = open_source(t, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
-    if (to == DEVICE_HOST) {
+    if (to == DEVICE_HOST)
         return gpu_host_alloc(t->gpu, bytes + 1, &t->to, error);
-    }
     (void)gpu_let_access(t->gpu, to, from); /* else the driver goes through the host */
     (void)gpu_let_access(t->gpu, from, to);
     return gpu_alloc(t->gpu, to, bytes + 1, &t->to, error);
@@ -104,11 +96,10 @@ static fanin_status bench_device_prepare(transfer *t, int from, int to, uint64_t
 
 static void bench_device_release(transfer *t, int to)
 {
-    if (to != DEVICE_HOST) {
+    if (to != DEVICE_HOST)
         gpu_free(t->gpu, to, t->to);
-    } else {
+    else
         gpu_host_free(t->gpu, t->to);
-    }
     gpu_free(t->gpu, t->device, t->from);
     gpu_stream_destroy(&t->stream);
 }
@@ -133,9 +124,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
     size_t count = 0;
     for (size_t i = 0; i < spread->count && count < GPU_MAX_DEVICES; i++) {
         int from = spread->devices[i];
-        if (from == DEVICE_HOST || spread->bytes[i] == 0) {
+        if (from == DEVICE_HOST || spread->bytes[i] == 0)
             continue;
-        }
         status =
             bench_device_prepare(&copies[count++], from, to, spread->bytes[i], &error);
         if (status != FANIN_OK) {
@@ -155,9 +145,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
         time_copies(bench_limit_add(limits, "all of them to their end at once"), copies,
                     count);
     }
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         bench_device_release(&copies[i], to);
-    }
 }
 
 /* ------------------------------------------------------------------- files */
@@ -168,14 +157,12 @@ static uint8_t *map_file(const char *directory, uint64_t bytes)
     char path[4096];
     snprintf(path, sizeof path, "%s/fanin-bench-XXXXXX", directory);
     int descriptor = mkostemp(path, O_CLOEXEC);
-    if (descriptor < 0) {
+    if (descriptor < 0)
         return NULL;
-    }
     unlink(path);
     void *memory = MAP_FAILED;
-    if (ftruncate(descriptor, (off_t)bytes) == 0) {
+    if (ftruncate(descriptor, (off_t)bytes) == 0)
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-    }
     int saved = errno;
     close(descriptor);
     errno = saved;
@@ -191,9 +178,8 @@ typedef struct populator {
 static void *populate(void *cookie)
 {
     populator *p = cookie;
-    if (madvise(p->from, p->bytes, MADV_POPULATE_WRITE) != 0) {
+    if (madvise(p->from, p->bytes, MADV_POPULATE_WRITE) != 0)
         p->failed = errno;
-    }
     return NULL;
 }
 
@@ -208,9 +194,8 @@ static int populate_all(uint8_t *memory, uint64_t bytes, uint32_t threads)
         parts[n] = (populator){memory + n * share, left < share ? left : share, 0};
     }
     int failed = bench_together(populate, parts, sizeof parts[0], n);
-    for (uint32_t i = 0; i < n && failed == 0; i++) {
+    for (uint32_t i = 0; i < n && failed == 0; i++)
         failed = parts[i].failed;
-    }
     return failed;
 }
 
@@ -227,9 +212,8 @@ static void time_pages(bench_limits *limits, const char *directory, uint64_t byt
         uint64_t start = clock_ns();
         failed = memory == NULL ? errno : populate_all(memory, bytes, threads);
         times[round] = clock_ns() - start;
-        if (memory != NULL) {
+        if (memory != NULL)
             munmap(memory, bytes);
-        }
     }
     bench_limit_end(limit, times, PAGE_ROUNDS, failed != 0 ? strerror(failed) : NULL);
 }
@@ -245,9 +229,8 @@ static void time_into_file(bench_limits *limits, const bench_spread *spread,
     uint64_t at = 0;
     for (size_t i = 0;
          i < spread->count && count < GPU_MAX_DEVICES && status == FANIN_OK; i++) {
-        if (spread->devices[i] == DEVICE_HOST) {
+        if (spread->devices[i] == DEVICE_HOST)
             continue;
-        }
         transfer *t = &copies[count++];
         uint64_t left = bytes - at;
         *t = (transfer){.device = spread->devices[i],
@@ -257,11 +240,10 @@ static void time_into_file(bench_limits *limits, const bench_spread *spread,
         status = open_source(t, &error);
     }
     bench_limit *limit = bench_limit_add(limits, "copies into the file's pinned pages");
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         time_copies(limit, copies, count);
-    } else {
+    else
         bench_limit_end(limit, NULL, 0, error.message);
-    }
     for (size_t i = 0; i < count; i++) {
         gpu_free(copies[i].gpu, copies[i].device, copies[i].from);
         gpu_stream_destroy(&copies[i].stream);
@@ -291,9 +273,8 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
         uint64_t start = clock_ns();
         status = gpu_pin(g, memory, bytes, &error);
         times[round] = clock_ns() - start;
-        if (status == FANIN_OK && round + 1 < PAGE_ROUNDS) {
+        if (status == FANIN_OK && round + 1 < PAGE_ROUNDS)
             gpu_unpin(g, memory);
-        }
     }
     bench_limit_end(limit, times, PAGE_ROUNDS,
                     failed != 0          ? strerror(failed)
@@ -303,20 +284,17 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
         time_into_file(limits, spread, memory, bytes);
         gpu_unpin(g, memory);
     }
-    if (memory != NULL) {
+    if (memory != NULL)
         munmap(memory, bytes);
-    }
 }
 
 void bench_file_pages(bench_limits *limits, const bench_spread *spread,
                       const char *directory, uint64_t bytes)
 {
-    if (bytes == 0) {
+    if (bytes == 0)
         return;
-    }
     time_pages(limits, directory, bytes, 1);
     time_pages(limits, directory, bytes, MAX_THREADS);
-    if (has_device(spread)) {
+    if (has_device(spread))
         time_pinning(limits, spread, directory, bytes);
-    }
 }

@@ -61,9 +61,8 @@ static void limits_add_rank(pieces *p, pid_t pid, const rank_extent *shards,
     for (size_t i = 0; i < count;) {
         uint64_t from = sorted[i].address;
         uint64_t end = from + sorted[i].bytes;
-        for (i++; i < count && sorted[i].address <= end + PAGE; i++) {
+        for (i++; i < count && sorted[i].address <= end + PAGE; i++)
             end = sorted[i].address + sorted[i].bytes;
-        }
         for (; from < end && p->bytes < most; from += PIECE) {
             limits_add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE,
                              room);
@@ -82,9 +81,8 @@ int bench_together(void *(*work)(void *), void *items, size_t size, uint32_t n)
         failed = pthread_create(&threads[started], NULL, work, item);
     }
     work(items);
-    for (uint32_t i = 1; i < started; i++) {
+    for (uint32_t i = 1; i < started; i++)
         pthread_join(threads[i], NULL);
-    }
     return failed;
 }
 
@@ -114,13 +112,11 @@ static void *read_pieces(void *cookie)
 static int read_once(const pieces *p, const arena *a, uint32_t threads)
 {
     reader readers[MAX_THREADS] = {0};
-    for (uint32_t t = 0; t < threads; t++) {
+    for (uint32_t t = 0; t < threads; t++)
         readers[t] = (reader){p, a, t, threads, 0};
-    }
     int failed = bench_together(read_pieces, readers, sizeof readers[0], threads);
-    for (uint32_t t = 0; t < threads && failed == 0; t++) {
+    for (uint32_t t = 0; t < threads && failed == 0; t++)
         failed = readers[t].failed;
-    }
     return failed;
 }
 
@@ -224,9 +220,8 @@ static int connect_lane(lane_end ends[2])
            setsockopt(out, SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most) == 0 &&
            setsockopt(in, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most) == 0;
     int failed = good ? 0 : errno;
-    if (listener >= 0) {
+    if (listener >= 0)
         close(listener);
-    }
     return failed;
 }
 
@@ -261,17 +256,14 @@ void bench_tcp(bench_limits *limits, const arena *a, uint32_t threads)
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
         uint64_t start = clock_ns();
         failed = bench_together(move_all, ends, sizeof ends[0], 2 * threads);
-        for (uint32_t i = 0; i < 2 * threads && failed == 0; i++) {
+        for (uint32_t i = 0; i < 2 * threads && failed == 0; i++)
             failed = ends[i].failed;
-        }
         times[round] = clock_ns() - start;
     }
     bench_limit_end(limit, times, ROUNDS, failed != 0 ? strerror(failed) : NULL);
-    for (uint32_t i = 0; i < 2 * threads; i++) {
-        if (ends[i].socket >= 0) {
+    for (uint32_t i = 0; i < 2 * threads; i++)
+        if (ends[i].socket >= 0)
             close(ends[i].socket);
-        }
-    }
     munmap(source, a->size > 0 ? a->size : 1);
 }
 
@@ -296,9 +288,8 @@ static const char *limits_load(void)
 {
     const char *named = getenv("FANIN_OPENSSL_LIBRARY");
     void *handle = dlopen(named != NULL ? named : "libssl.so.3", RTLD_NOW | RTLD_LOCAL);
-    if (handle == NULL) {
+    if (handle == NULL)
         return "OpenSSL 3 cannot be loaded";
-    }
     const struct {
         const char *name;
         void *to;
@@ -309,9 +300,8 @@ static const char *limits_load(void)
     };
     for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
         void *function = dlsym(handle, functions[i].name);
-        if (function == NULL) {
+        if (function == NULL)
             return "OpenSSL has no AES-128-GCM";
-        }
         memcpy(functions[i].to, &function, sizeof function);
     }
     return NULL;
@@ -347,13 +337,11 @@ static void *encrypt(void *cookie)
 static bool encrypt_once(uint64_t bytes, uint32_t threads)
 {
     worker workers[MAX_THREADS] = {0};
-    for (uint32_t t = 0; t < threads; t++) {
+    for (uint32_t t = 0; t < threads; t++)
         workers[t].bytes = bytes * (t + 1) / threads - bytes * t / threads;
-    }
     bool good = bench_together(encrypt, workers, sizeof workers[0], threads) == 0;
-    for (uint32_t t = 0; t < threads; t++) {
+    for (uint32_t t = 0; t < threads; t++)
         good = good && !workers[t].failed;
-    }
     return good;
 }
 

@@ -29,9 +29,8 @@ static void name_processor(char *out, size_t size)
             break;
         }
     }
-    if (file != NULL) {
+    if (file != NULL)
         (void)fclose(file);
-    }
 }
 
 static void about_put_word(FILE *stream, const char *word)
@@ -43,9 +42,8 @@ static void about_put_word(FILE *stream, const char *word)
         return;
     }
     fputc('\'', stream);
-    for (; *word != '\0'; word++) {
+    for (; *word != '\0'; word++)
         fputs(*word == '\'' ? "'\\''" : (char[]){*word, '\0'}, stream);
-    }
     fputc('\'', stream);
 }
 
@@ -71,18 +69,16 @@ void about_make(int argc, const char **argv, about *out)
     time_t now = time(NULL);
     *out = (about){.command = about_join(argc, argv)};
     name_processor(out->processor, sizeof out->processor);
-    if (uname(&host) == 0) {
+    if (uname(&host) == 0)
         snprintf(out->kernel, sizeof out->kernel, "%s %s", host.sysname, host.release);
-    }
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     out->cores = sched_getaffinity(0, sizeof usable, &usable) == 0
                      ? (uint32_t)CPU_COUNT(&usable)
                      : (uint32_t)cores;
     out->memory_bytes =
         (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-    if (gmtime_r(&now, &utc) != NULL) {
+    if (gmtime_r(&now, &utc) != NULL)
         strftime(out->date, sizeof out->date, "%Y-%m-%dT%H:%M:%SZ", &utc);
-    }
 }
 
 void about_devices(about *a)
@@ -133,9 +129,8 @@ static uint64_t percentile(const uint64_t *values, uint32_t count, uint32_t perc
 
 stats_figure stats_figure_of(uint64_t *values, uint32_t count)
 {
-    if (count == 0) {
+    if (count == 0)
         return (stats_figure){0};
-    }
     qsort(values, count, sizeof values[0], samples_ascending);
     return (stats_figure){
         .median = samples_middle(values[(count - 1) / 2], values[count / 2]),
@@ -156,9 +151,8 @@ void bench_samples_init(bench_samples *s, uint32_t iterations)
 
 void bench_samples_add(bench_samples *s, const fanin_result_info *info)
 {
-    if (s->count == s->capacity) {
+    if (s->count == s->capacity)
         return;
-    }
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
         s->values[(size_t)i * s->capacity + s->count] =
             report_phase_ns(info, &report_phases[i]);
@@ -200,11 +194,10 @@ bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
 void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
                      const char *problem)
 {
-    if (problem != NULL) {
+    if (problem != NULL)
         snprintf(limit->problem, sizeof limit->problem, "%.150s", problem);
-    } else {
+    else
         limit->ns = stats_figure_of(times, count);
-    }
 }
 
 /* The first two commits of a rank make its arenas. */
@@ -216,9 +209,8 @@ static bool commits_of(const bench *b, uint32_t rank, uint32_t *count_out,
 {
     uint64_t ns[RANK_COMMITS];
     uint32_t count = ranks_commits(b->ranks, rank, ns);
-    if (count <= FIRST_COMMITS) {
+    if (count <= FIRST_COMMITS)
         return false;
-    }
     *count_out = count - FIRST_COMMITS;
     *out = stats_figure_of(ns + FIRST_COMMITS, *count_out);
     return true;
@@ -238,9 +230,8 @@ static stats_figure commits_of_all(const bench *b)
     for (uint32_t rank = 0; rank < size; rank++) {
         uint32_t count;
         stats_figure one;
-        if (commits_of(b, rank, &count, &one)) {
+        if (commits_of(b, rank, &count, &one))
             medians[n++] = one.median;
-        }
     }
     stats_figure figure = stats_figure_of(medians, n);
     free(medians);
@@ -354,9 +345,8 @@ void bench_tell_json(const bench *b)
         json_integer(b->mappings != NULL ? b->workers : 0), "phases", phases, "rounds",
         rounds_json(b), "samples", samples_json(b), "limits", limits_json(b), NULL);
     set_about(b, o);
-    if (has_commits(b)) {
+    if (has_commits(b))
         output_set(o, "commit", commits_json(b), NULL);
-    }
     output_set(o, "peak_resident_bytes", output_u64(b->peak_bytes), NULL);
     output_json(o);
 }
@@ -375,9 +365,8 @@ static void add_limits(const bench *b, struct libscols_table *table)
     for (size_t i = 0; i < b->limits.count; i++) {
         const bench_limit *l = &b->limits.items[i];
         char name[160];
-        if (l->problem[0] != '\0') {
+        if (l->problem[0] != '\0')
             continue;
-        }
         snprintf(name, sizeof name, "limit: %s", l->name);
         if (l->threads > 0) {
             output_append(name, sizeof name, ", %u thread%s", l->threads,
@@ -420,13 +409,11 @@ void bench_tell_text(const bench *b)
         stats_figure f = figure_part(&b->samples, i, 0, b->samples.count);
         bool moves = strcmp(name, "read") == 0 || strcmp(name, "verify") == 0 ||
                      strcmp(name, "total") == 0;
-        if (f.most > 0) {
+        if (f.most > 0)
             add_figure(table, name, f, moves ? b->last.bytes : 0);
-        }
     }
-    if (has_commits(b)) {
+    if (has_commits(b))
         add_figure(table, "commit, medians of ranks", commits_of_all(b), 0);
-    }
     add_limits(b, table);
     output_print(table);
     for (size_t i = 0; i < b->limits.count; i++) {

@@ -26,9 +26,8 @@ int bench_open_workers(bench *b)
 {
     b->n_others = (size_t)b->workers - 1;
     b->others = output_require(calloc(b->n_others + 1, sizeof b->others[0]));
-    for (size_t i = 0; i < b->n_others; i++) {
+    for (size_t i = 0; i < b->n_others; i++)
         b->others[i].arena.device = DEVICE_HOST;
-    }
     for (size_t i = 0; i < b->n_others; i++) {
         bench_worker *w = &b->others[i];
         fanin_error error = FANIN_ERROR_INIT;
@@ -37,12 +36,10 @@ int bench_open_workers(bench *b)
         code =
             code != 0 ? code : session_connect(&w->session, b->line.common.timeout_ms);
         if (code == 0 && bench_make_arena(b, &w->session, (uint32_t)i + 1, &w->arena,
-                                          &error) != FANIN_OK) {
+                                          &error) != FANIN_OK)
             code = failure_report("cannot pull", &error);
-        }
-        if (code != 0) {
+        if (code != 0)
             return code;
-        }
     }
     interrupt_install(b->session.client); /* whose pull ends, ends the others' */
     return 0;
@@ -97,9 +94,8 @@ static fanin_status bench_worker_join(bench *b, fanin_status status, fanin_error
 {
     for (size_t i = 0; i < b->n_others; i++) {
         bench_worker *w = &b->others[i];
-        if (w->running && status != FANIN_OK) {
+        if (w->running && status != FANIN_OK)
             fanin_client_cancel(w->session.client);
-        }
         if (w->running) {
             pthread_join(w->thread, NULL);
             w->running = false;
@@ -120,9 +116,8 @@ static void bench_worker_add(const bench *b, fanin_result_info *info)
         tensors += other->tensors;
         bytes += other->bytes;
         reads += other->reads;
-        if (other->total_ns > info->total_ns) {
+        if (other->total_ns > info->total_ns)
             *info = *other;
-        }
     }
     info->tensors = tensors;
     info->bytes = bytes;
@@ -148,18 +143,16 @@ static fanin_status check_arena(const bench *b, arena *a, uint64_t step,
 static fanin_status spoil(bench *b, fanin_error *error)
 {
     fanin_status status = arena_spoil(&b->arena, error);
-    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++)
         status = arena_spoil(&b->others[i].arena, error);
-    }
     return status;
 }
 
 static fanin_status check_all(bench *b, uint64_t step, fanin_error *error)
 {
     fanin_status status = check_arena(b, &b->arena, step, error);
-    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++)
         status = check_arena(b, &b->others[i].arena, b->others[i].info.step, error);
-    }
     return status;
 }
 
@@ -182,13 +175,11 @@ static fanin_status pull_workers(bench *b, const fanin_pull_options *options,
 {
     fanin_result *result = NULL;
     fanin_status status = check ? spoil(b, error) : FANIN_OK;
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     status = bench_worker_start(b, options, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = bench_worker_pull(b, options, &result, error);
-    }
     if (status == FANIN_OK) {
         fanin_result_get(result, info);
         snprintf(b->reason, sizeof b->reason, "%s",
@@ -198,9 +189,8 @@ static fanin_status pull_workers(bench *b, const fanin_pull_options *options,
     fanin_result_free(&result);
     uint64_t step = info->step;
     status = bench_worker_join(b, status, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         bench_worker_add(b, info);
-    }
     return status == FANIN_OK && check ? check_all(b, step, error) : status;
 }
 
@@ -210,16 +200,13 @@ static void bench_worker_remove_directory(const char *path)
     int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     DIR *directory = descriptor >= 0 ? fdopendir(descriptor) : NULL;
     if (directory == NULL) {
-        if (descriptor >= 0) {
+        if (descriptor >= 0)
             close(descriptor);
-        }
         return;
     }
-    for (const struct dirent *e; (e = readdir(directory)) != NULL;) {
-        if (e->d_name[0] != '.') {
+    for (const struct dirent *e; (e = readdir(directory)) != NULL;)
+        if (e->d_name[0] != '.')
             unlinkat(dirfd(directory), e->d_name, 0);
-        }
-    }
     closedir(directory);
     rmdir(path);
 }
@@ -248,9 +235,8 @@ static fanin_status bench_worker_pull_directory(bench *b,
         status = check_directory(&b->pattern, path, options->publication, info->step,
                                  &checked, error);
     }
-    if (made) {
+    if (made)
         bench_worker_remove_directory(path);
-    }
     fanin_result_free(&result);
     return status;
 }
@@ -273,9 +259,8 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     char path[4096];
     pull_options(b, &options);
     *info = (fanin_result_info){.struct_size = sizeof *info};
-    if (!b->directory) {
+    if (!b->directory)
         return pull_workers(b, &options, check, info, error);
-    }
     snprintf(path, sizeof path, "%s/fanin-bench-%016" PRIx64 "-%" PRIu64, b->dest,
              b->mark, b->serial++);
     return bench_worker_pull_directory(b, &options, path, check, info, error);

@@ -27,9 +27,8 @@ static int pull_cold(bench *b, fanin_result_info *info)
     int code = session_start(&b->session, b->self, &b->line, b->target, b->line.run);
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
     uint64_t connected = clock_ns() - start;
-    if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK) {
+    if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK)
         code = failure_report("cannot pull", &error);
-    }
     info->connect_ns += connected;
     info->total_ns += connected;
     info->fixed_ns += connected;
@@ -41,26 +40,22 @@ static int bench_measure(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
-    if (bench_pull(b, b->pattern.follows, &info, &error) != FANIN_OK) {
+    if (bench_pull(b, b->pattern.follows, &info, &error) != FANIN_OK)
         return failure_report("cannot pull", &error); /* the warm-up proves the bytes */
-    }
     for (int i = 0; i < b->iterations; i++) {
         if (b->cold) {
             int code = pull_cold(b, &info);
-            if (code != 0) {
+            if (code != 0)
                 return code;
-            }
         } else if (bench_pull(b, b->check_all, &info, &error) != FANIN_OK) {
             return failure_report("cannot pull", &error);
         }
         bench_samples_add(&b->samples, &info);
         b->last = info;
-        if (b->pause > 0 && i + 1 < b->iterations) {
+        if (b->pause > 0 && i + 1 < b->iterations)
             poll(NULL, 0, b->pause);
-        }
-        if (interrupt_requested()) {
+        if (interrupt_requested())
             return interrupt_exit_code();
-        }
     }
     return 0;
 }
@@ -100,22 +95,17 @@ static void measure_links(bench *b, uint64_t most)
             last = counts[i];
         }
     }
-    if (interrupt_requested()) {
+    if (interrupt_requested())
         return;
-    }
-    if (tcp) {
+    if (tcp)
         bench_tcp(&b->limits, &b->arena, 1);
-    }
-    if (tcp && half > 1) {
+    if (tcp && half > 1)
         bench_tcp(&b->limits, &b->arena, half);
-    }
     bool tls = tcp && session_is_secured(&b->session);
-    if (tls) {
+    if (tls)
         bench_cipher(&b->limits, b->arena.size, 1);
-    }
-    if (tls && half > 1) {
+    if (tls && half > 1)
         bench_cipher(&b->limits, b->arena.size, half);
-    }
 }
 
 /* What can be said without this library of the bytes that were pulled. */
@@ -125,24 +115,19 @@ static void measure_limits(bench *b)
     bool host = b->dest_device == DEVICE_HOST;
     bool devices = b->trainer.device != NULL;
     uint64_t most = b->mappings != NULL ? b->arena.bytes : UINT64_MAX;
-    if (b->ranks != NULL) {
+    if (b->ranks != NULL)
         bench_spread_of(&b->rank_options, &spread);
-    }
-    if (devices) {
+    if (devices)
         bench_device_copies(&b->limits, &spread, b->dest_device);
-    }
     if (b->directory) {
-        if (b->ranks != NULL && !interrupt_requested()) {
+        if (b->ranks != NULL && !interrupt_requested())
             bench_file_pages(&b->limits, &spread, b->dest, b->last.bytes);
-        }
         return;
     }
-    if (host && !devices && b->ranks != NULL) {
+    if (host && !devices && b->ranks != NULL)
         measure_links(b, most);
-    }
-    if (host && !interrupt_requested()) {
+    if (host && !interrupt_requested())
         bench_memcpy(&b->limits, &b->arena);
-    }
 }
 
 /* Ranks of snapshots make some commits at first, which are timed; others stay with their first
@@ -162,9 +147,8 @@ static int start_ranks(bench *b)
 {
     static char zero[] = "0";
     static char *runs[] = {zero};
-    if (b->line.connect.world_size != 0) {
+    if (b->line.connect.world_size != 0)
         b->trainer.world_size = b->line.connect.world_size;
-    }
     b->trainer.no_ucx = b->line.connect.no_ucx;
     b->trainer.trust_containers = b->line.connect.trust_containers;
     rank_options *o = &b->rank_options;
@@ -176,17 +160,15 @@ static int start_ranks(bench *b)
     code = code != 0
                ? code
                : trainer_options_resolve(b->self, &b->trainer, "small", &b->source, o);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     char name[OPTIONS_PUBLICATION];
     rank_publication(o, 0, name);
     free(b->line.run); /* as popt gave it, to options_free() */
     b->line.run = output_require(strdup(name));
     o->runs = &b->line.run;
-    if (o->server_name == NULL) {
+    if (o->server_name == NULL)
         o->server_name = b->line.connect.server_name;
-    }
     o->first_step = 1;
     o->extents = true;
     o->readers_gone = true;
@@ -195,9 +177,8 @@ static int start_ranks(bench *b)
     set_updates(b);
     code = ranks_start(o, &b->ranks);
     code = code != 0 ? code : ranks_wait_ready(b->ranks, START_MS);
-    if (code == 0 && o->steps > 0) {
+    if (code == 0 && o->steps > 0)
         code = ranks_wait_step(b->ranks, o->first_step + o->steps - 1, START_MS);
-    }
     if (code == 0) {
         b->target = ranks_target(b->ranks);
         b->line.connect.world_size = 0; /* the list says it */
@@ -212,15 +193,12 @@ static int bench_prepare(bench *b)
     uint32_t timeout_ms = b->line.common.timeout_ms;
     const session *s = &b->session;
     fanin_status status = FANIN_OK;
-    if (!b->directory) {
+    if (!b->directory)
         status = bench_make_arena(b, s, 0, &b->arena, &error);
-    }
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = check_ask(s->client, s->publication, timeout_ms, &b->pattern, &error);
-    }
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return failure_report("cannot pull", &error);
-    }
     if (b->check_all && !b->pattern.follows) {
         return failure_local(
             "cannot pull", FANIN_ERR_UNSUPPORTED, "leave out --check-pattern",
@@ -238,20 +216,16 @@ static int bench_all(bench *b)
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
     code = code != 0 ? code : bench_prepare(b);
     code = code != 0 || b->workers == 1 ? code : bench_open_workers(b);
-    for (uint32_t round = 0; code == 0 && round < rounds; round++) {
+    for (uint32_t round = 0; code == 0 && round < rounds; round++)
         code = bench_measure(b);
-    }
     b->peak_bytes = report_peak_bytes();
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     measure_limits(b);
-    if (interrupt_requested()) {
+    if (interrupt_requested())
         return interrupt_exit_code();
-    }
-    if (b->trainer.device != NULL || b->dest_device != DEVICE_HOST) {
+    if (b->trainer.device != NULL || b->dest_device != DEVICE_HOST)
         about_devices(&b->about);
-    }
     (b->line.common.json ? bench_tell_json : bench_tell_text)(b);
     return 0;
 }
@@ -260,9 +234,8 @@ static int bench_all(bench *b)
 static int resolve_mappings(bench *b)
 {
     b->workers = 1;
-    while (b->mappings != NULL && b->mappings[b->workers] != NULL) {
+    while (b->mappings != NULL && b->mappings[b->workers] != NULL)
         b->workers++;
-    }
     return b->workers > 1 && b->cold
                ? failure_usage(b->self->name, "--cold is for one worker")
                : 0;
@@ -277,9 +250,8 @@ static int bench_resolve(bench *b)
         int list[DEVICE_LIST];
         size_t count;
         if (!device_list_parse(b->dest + 7, list, &count) || count != 1 ||
-            list[0] == DEVICE_HOST) {
+            list[0] == DEVICE_HOST)
             return failure_usage(name, "--dest is memory, device:N or a directory");
-        }
         b->dest_device = list[0];
     } else {
         b->directory = b->dest != NULL && strcmp(b->dest, "memory") != 0;
@@ -298,15 +270,12 @@ static int bench_resolve(bench *b)
 static int check_numbers(const bench *b)
 {
     const char *name = b->self->name;
-    if (b->iterations > BENCH_MAX_ITERATIONS) {
+    if (b->iterations > BENCH_MAX_ITERATIONS)
         return failure_usage(name, "--iterations is 1 to %d", BENCH_MAX_ITERATIONS);
-    }
-    if (b->repeat > BENCH_MAX_ROUNDS) {
+    if (b->repeat > BENCH_MAX_ROUNDS)
         return failure_usage(name, "--repeat is 1 to %d", BENCH_MAX_ROUNDS);
-    }
-    if (b->commits > RANK_COMMITS - 2) {
+    if (b->commits > RANK_COMMITS - 2)
         return failure_usage(name, "--commits is 1 to %d", RANK_COMMITS - 2);
-    }
     return 0;
 }
 
@@ -325,28 +294,23 @@ static int bench_check_idle(const bench *b)
         return failure_usage(b->self->name,
                              "--%s is for own ranks, and TARGET names others", given);
     }
-    if (!b->trainer.snapshot && options_given(parsed, "commits") != NULL) {
+    if (!b->trainer.snapshot && options_given(parsed, "commits") != NULL)
         return failure_usage(b->self->name, "--commits needs --snapshot");
-    }
-    if (b->mappings != NULL && b->directory) {
+    if (b->mappings != NULL && b->directory)
         return failure_usage(b->self->name, "--mapping is for memory as --dest");
-    }
-    if (b->spare_file && !b->directory) {
+    if (b->spare_file && !b->directory)
         return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
-    }
     return 0;
 }
 
 static int bench_check_usage(bench *b)
 {
     int code = check_numbers(b);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     int run_at;
-    if (!session_take_run(b->self, &b->line, &run_at)) {
+    if (!session_take_run(b->self, &b->line, &run_at))
         return EXIT_USAGE;
-    }
     if (b->line.parsed.count > 1) {
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
@@ -354,9 +318,8 @@ static int bench_check_usage(bench *b)
     code = resolve_mappings(b);
     code = code != 0 ? code : bench_resolve(b);
     code = code != 0 ? code : bench_check_idle(b);
-    if (code != 0 || b->line.parsed.count == 0) {
+    if (code != 0 || b->line.parsed.count == 0)
         return code;
-    }
     b->target = output_require(strdup(b->line.parsed.positional[0]));
     return 0;
 }
@@ -411,9 +374,8 @@ static struct poptOption option_table[] = {
 static int measure_all(bench *b, int argc, const char **argv)
 {
     int code = bench_check_usage(b);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     about_make(argc, argv, &b->about);
     code = b->target != NULL ? 0 : start_ranks(b);
     code = code != 0 ? code : session_trace_start(b->line.connect.trace);

@@ -22,28 +22,23 @@
 static void list_reads(const doctor_facts *f, unsigned i, char *out, size_t size)
 {
     out[0] = '\0';
-    for (unsigned j = 0; j < f->n_gpus; j++) {
-        if (j != i && f->reaches[i][j]) {
+    for (unsigned j = 0; j < f->n_gpus; j++)
+        if (j != i && f->reaches[i][j])
             output_append(out, size, "%s%d", out[0] ? "," : "", f->gpus[j].device);
-        }
-    }
 }
 
 static void print_gpus(const doctor_facts *f)
 {
-    if (f->n_gpus == 0) {
+    if (f->n_gpus == 0)
         return;
-    }
     struct libscols_table *table = output_table("GPU> NAME PCI NUMA> READS UUID");
     for (unsigned i = 0; i < f->n_gpus; i++) {
         const doctor_gpu *gpu = &f->gpus[i];
         char number[16] = "-", numa[16] = "-", reads[128];
-        if (gpu->visible) {
+        if (gpu->visible)
             snprintf(number, sizeof number, "%d", gpu->device);
-        }
-        if (gpu->place != NULL && gpu->place->place.numa >= 0) {
+        if (gpu->place != NULL && gpu->place->place.numa >= 0)
             snprintf(numa, sizeof numa, "%d", gpu->place->place.numa);
-        }
         list_reads(f, i, reads, sizeof reads);
         output_row(table, NULL, number, gpu->visible ? gpu->name : "hidden", gpu->pci,
                    numa, reads[0] ? reads : "-", gpu->uuid);
@@ -64,9 +59,8 @@ static const char *link_of(const topology_port *port)
 
 static void print_nics(const doctor_facts *f)
 {
-    if (f->topology->n_nics == 0) {
+    if (f->topology->n_nics == 0)
         return;
-    }
     struct libscols_table *table = output_table("PORT LINK Gb/s> STATE NUMA> GPUS");
     for (size_t i = 0; i < f->topology->n_nics; i++) {
         const topology_nic *nic = &f->topology->nics[i];
@@ -96,13 +90,11 @@ static void print_findings(const doctor_report *report, bool quiet)
 {
     for (unsigned i = 0; i < report->n; i++) {
         const doctor_finding *f = &report->findings[i];
-        if (quiet && f->level < DOCTOR_WARNING) {
+        if (quiet && f->level < DOCTOR_WARNING)
             continue;
-        }
         terminal_print("%-8s %s: %s", doctor_level_name(f->level), f->subject, f->text);
-        if (f->remedy[0] != '\0' && f->level > DOCTOR_GOOD) {
+        if (f->remedy[0] != '\0' && f->level > DOCTOR_GOOD)
             terminal_print("         -> %s", f->remedy);
-        }
     }
 }
 
@@ -114,11 +106,9 @@ static json_t *json_of_gpus(const doctor_facts *f)
     for (unsigned i = 0; i < f->n_gpus; i++) {
         const doctor_gpu *gpu = &f->gpus[i];
         json_t *reads = json_array();
-        for (unsigned j = 0; j < f->n_gpus; j++) {
-            if (j != i && f->reaches[i][j]) {
+        for (unsigned j = 0; j < f->n_gpus; j++)
+            if (j != i && f->reaches[i][j])
                 json_array_append_new(reads, json_integer(f->gpus[j].device));
-            }
-        }
         json_array_append_new(
             list, output_object("device", output_rank(gpu->visible ? gpu->device : -1),
                                 "name", output_string(gpu->name), "pci",
@@ -197,9 +187,8 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
         bool wanted = d->line.run != NULL || s.target.n_publications > 0;
         fanin_status answer = doctor_ask(s.client, facts, wanted ? s.publication : "",
                                          session_left_ms(&s), &ranks, &asked);
-        if (ranks.addresses > 0) {
+        if (ranks.addresses > 0)
             doctor_judge_ranks(facts, &ranks, report);
-        }
         if (status == FANIN_OK) {
             status = answer;
             error = asked;
@@ -222,9 +211,8 @@ static int check_tree(const char *option, const char *path)
 {
     struct stat st;
     errno = 0;
-    if (path == NULL || (stat(path, &st) == 0 && S_ISDIR(st.st_mode))) {
+    if (path == NULL || (stat(path, &st) == 0 && S_ISDIR(st.st_mode)))
         return 0;
-    }
     return failure_local("cannot look at this host", FANIN_ERR_NOT_FOUND,
                          "give a directory", "%s %s: %s", option, path,
                          strerror(errno != 0 ? errno : ENOTDIR));

@@ -37,9 +37,8 @@ static int read_numbers(const char *root, const char *name, int *a, int *b)
     char path[PATH_MAX];
     int length = snprintf(path, sizeof path, "%s/%s", root, name);
     FILE *file = length > 0 && length < PATH_MAX ? fopen(path, "re") : NULL;
-    if (file == NULL) {
+    if (file == NULL)
         return 0;
-    }
     int found = fscanf(file, "%d %d", a, b);
     fclose(file);
     return found < 0 ? 0 : found;
@@ -51,12 +50,10 @@ static bool has_entry(const char *folder, const char *prefix)
     DIR *directory = opendir(folder);
     bool found = false;
     for (struct dirent *entry;
-         directory != NULL && (entry = readdir(directory)) != NULL;) {
+         directory != NULL && (entry = readdir(directory)) != NULL;)
         found = found || strncmp(entry->d_name, prefix, strlen(prefix)) == 0;
-    }
-    if (directory != NULL) {
+    if (directory != NULL)
         closedir(directory);
-    }
     return found;
 }
 
@@ -129,9 +126,8 @@ static void gather_visible(const gpu *g, doctor_facts *f)
     for (int i = 0; i < count && f->n_gpus < DOCTOR_GPUS; i++) {
         gpu_device device;
         doctor_gpu *one = &f->gpus[f->n_gpus];
-        if (gpu_device_get(g, i, &device, NULL) != FANIN_OK) {
+        if (gpu_device_get(g, i, &device, NULL) != FANIN_OK)
             continue;
-        }
         *one = (doctor_gpu){.visible = true, .device = i};
         snprintf(one->name, sizeof one->name, "%s", device.name);
         snprintf(one->pci, sizeof one->pci, "%s", device.pci);
@@ -139,11 +135,9 @@ static void gather_visible(const gpu *g, doctor_facts *f)
         one->place = topology_gpu_at(f->topology, device.pci);
         f->n_gpus++;
     }
-    for (unsigned i = 0; i < f->n_gpus; i++) {
-        for (unsigned j = 0; j < f->n_gpus; j++) {
+    for (unsigned i = 0; i < f->n_gpus; i++)
+        for (unsigned j = 0; j < f->n_gpus; j++)
             f->reaches[i][j] = gpu_can_access(g, f->gpus[i].device, f->gpus[j].device);
-        }
-    }
 }
 
 /* Those that sysfs shows and CUDA does not. */
@@ -152,12 +146,10 @@ static void gather_hidden(doctor_facts *f)
     for (size_t i = 0; i < f->topology->n_gpus; i++) {
         const topology_gpu *place = &f->topology->gpus[i];
         bool known = false;
-        for (unsigned j = 0; j < f->n_gpus; j++) {
+        for (unsigned j = 0; j < f->n_gpus; j++)
             known = known || f->gpus[j].place == place;
-        }
-        if (known || f->n_gpus == DOCTOR_GPUS) {
+        if (known || f->n_gpus == DOCTOR_GPUS)
             continue;
-        }
         doctor_gpu *one = &f->gpus[f->n_gpus++];
         *one = (doctor_gpu){.device = -1, .place = place};
         snprintf(one->pci, sizeof one->pci, "%s", place->place.pci);
@@ -190,9 +182,8 @@ static void look_at_bridges(const doctor_roots *roots, const topology_place *pla
     for (size_t i = 0; i < count && i < 16; i++) {
         acs_state state = acs_of_bridge(roots->sys, bridges[i]);
         f->acs_unknown = f->acs_unknown || state == ACS_UNKNOWN;
-        if (state == ACS_REDIRECTS && f->acs_bridge[0] == '\0') {
+        if (state == ACS_REDIRECTS && f->acs_bridge[0] == '\0')
             memcpy(f->acs_bridge, bridges[i], sizeof f->acs_bridge);
-        }
     }
 }
 
@@ -200,23 +191,19 @@ static fanin_status gather_devices(const doctor_roots *roots, doctor_facts *f,
                                    fanin_error *error)
 {
     fanin_status status = topology_read(roots->sys, &f->topology, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     const topology *t = f->topology;
     f->verbs = calloc(t->n_nics + 1, sizeof *f->verbs);
-    if (f->verbs == NULL) {
+    if (f->verbs == NULL)
         return FANIN_ERR_MEMORY;
-    }
     for (size_t i = 0; i < t->n_nics; i++) {
-        if (roots->drivers) {
+        if (roots->drivers)
             f->verbs[i] = verbs_probe(t->nics[i].name);
-        }
         look_at_bridges(roots, &t->nics[i].place, f);
     }
-    for (size_t i = 0; i < t->n_gpus; i++) {
+    for (size_t i = 0; i < t->n_gpus; i++)
         look_at_bridges(roots, &t->gpus[i].place, f);
-    }
     return FANIN_OK;
 }
 
@@ -231,11 +218,10 @@ fanin_status doctor_gather(const doctor_roots *roots, doctor_facts *out,
         return status;
     }
     gather_gpus(roots, out);
-    if (roots->drivers) {
+    if (roots->drivers)
         gather_ucx(out);
-    } else {
+    else
         snprintf(out->ucx_why, sizeof out->ucx_why, "not asked for");
-    }
     return FANIN_OK;
 }
 

@@ -29,9 +29,8 @@ const char *doctor_level_name(doctor_level level)
 void doctor_add(doctor_report *report, doctor_level level, const char *subject,
                 const char *remedy, const char *format, ...)
 {
-    if (report->n == DOCTOR_FINDINGS) {
+    if (report->n == DOCTOR_FINDINGS)
         return;
-    }
     doctor_finding *f = &report->findings[report->n++];
     *f = (doctor_finding){.level = level, .subject = subject};
     va_list arguments;
@@ -44,11 +43,9 @@ void doctor_add(doctor_report *report, doctor_level level, const char *subject,
 doctor_level doctor_worst(const doctor_report *report)
 {
     doctor_level worst = DOCTOR_GOOD;
-    for (unsigned i = 0; i < report->n; i++) {
-        if (report->findings[i].level > worst) {
+    for (unsigned i = 0; i < report->n; i++)
+        if (report->findings[i].level > worst)
             worst = report->findings[i].level;
-        }
-    }
     return worst;
 }
 
@@ -56,11 +53,9 @@ doctor_level doctor_worst(const doctor_report *report)
 
 static bool has_active_port(const doctor_facts *f)
 {
-    for (size_t i = 0; i < f->topology->n_nics; i++) {
-        if (topology_is_active(&f->topology->nics[i])) {
+    for (size_t i = 0; i < f->topology->n_nics; i++)
+        if (topology_is_active(&f->topology->nics[i]))
             return true;
-        }
-    }
     return false;
 }
 
@@ -208,9 +203,8 @@ static void judge_nic(const doctor_facts *f, size_t index, doctor_report *r)
     const verbs_facts *v = &f->verbs[index];
     for (unsigned i = 0; i < nic->n_ports; i++) {
         const topology_port *port = &nic->ports[i];
-        if (port->state != TOPOLOGY_ACTIVE) {
+        if (port->state != TOPOLOGY_ACTIVE)
             continue;
-        }
         doctor_add(r, DOCTOR_GOOD, "RDMA", NULL,
                    "%s:%u %s, %.0f Gb/s%s%s, NUMA node %d", nic->name, port->number,
                    port->is_ethernet ? "RoCE" : "InfiniBand", port->gbps,
@@ -235,9 +229,8 @@ static void judge_rdma(const doctor_facts *f, doctor_report *r)
                    "no RDMA device: other hosts are reached by stream over TCP");
         return;
     }
-    for (size_t i = 0; i < t->n_nics; i++) {
+    for (size_t i = 0; i < t->n_nics; i++)
         judge_nic(f, i, r);
-    }
     if (!f->has_uverbs) {
         doctor_add(
             r, DOCTOR_PROBLEM, "RDMA",
@@ -254,9 +247,8 @@ static void judge_rdma(const doctor_facts *f, doctor_report *r)
 static void judge_visibility(const doctor_facts *f, doctor_report *r)
 {
     unsigned visible = 0;
-    for (unsigned i = 0; i < f->n_gpus; i++) {
+    for (unsigned i = 0; i < f->n_gpus; i++)
         visible += f->gpus[i].visible;
-    }
     if (f->cuda_found) {
         doctor_add(r, DOCTOR_GOOD, "CUDA", NULL, "driver for CUDA %s, %u GPU%s",
                    f->cuda_version, visible, visible == 1 ? "" : "s");
@@ -322,9 +314,8 @@ static void judge_distances(const doctor_facts *f, doctor_report *r)
         topology_distance distance;
         const topology_nic *nic =
             gpu->place ? nearest_nic(f->topology, &gpu->place->place, &distance) : NULL;
-        if (nic == NULL) {
+        if (nic == NULL)
             continue;
-        }
         doctor_add(r, distance >= DISTANCE_SYSTEM ? DOCTOR_NOTE : DOCTOR_GOOD,
                    "GPU and NIC",
                    distance == DISTANCE_SYSTEM
@@ -338,9 +329,8 @@ static void judge_distances(const doctor_facts *f, doctor_report *r)
 static void judge_direct(const doctor_facts *f, doctor_report *r)
 {
     bool dma_buf = false;
-    for (size_t i = 0; i < f->topology->n_nics; i++) {
+    for (size_t i = 0; i < f->topology->n_nics; i++)
         dma_buf = dma_buf || f->verbs[i].dma_buf == VERBS_YES;
-    }
     if (f->topology->has_peer_memory || dma_buf) {
         doctor_add(r, DOCTOR_GOOD, "GPUDirect RDMA", NULL, "by %s",
                    f->topology->has_peer_memory ? "nvidia_peermem" : "dma-buf");

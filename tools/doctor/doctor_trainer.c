@@ -40,11 +40,9 @@ static void set_bit(rank_bits *bits, unsigned rank)
 
 static publication *doctor_find(asking *a, const char *name)
 {
-    for (size_t i = 0; i < a->count; i++) {
-        if (strcmp(a->all[i].name, name) == 0) {
+    for (size_t i = 0; i < a->count; i++)
+        if (strcmp(a->all[i].name, name) == 0)
             return &a->all[i];
-        }
-    }
     return NULL;
 }
 
@@ -66,13 +64,11 @@ static bool doctor_on_publication(void *cookie, const fanin_publication_info *in
     asking *a = cookie;
     doctor_ranks *r = a->ranks;
     bool draining = info->state == FANIN_PUBLICATION_DRAINING;
-    if (info->rank < TARGET_MAX_RANKS && info->catalog_version > 0) {
+    if (info->rank < TARGET_MAX_RANKS && info->catalog_version > 0)
         doctor_note(a, info);
-    }
     if ((!draining && info->state != FANIN_PUBLICATION_WRITING) ||
-        info->state_age_ms < DOCTOR_STUCK_MS) {
+        info->state_age_ms < DOCTOR_STUCK_MS)
         return true;
-    }
     r->stuck++;
     if (info->state_age_ms > r->stuck_ms) {
         r->stuck_ms = info->state_age_ms;
@@ -94,9 +90,8 @@ static void doctor_compare(asking *a, const fanin_rank_info *info)
 {
     doctor_ranks *r = a->ranks;
     char here[64];
-    if (info->rank >= 0 && info->rank < TARGET_MAX_RANKS) {
+    if (info->rank >= 0 && info->rank < TARGET_MAX_RANKS)
         set_bit(&a->answered, (unsigned)info->rank);
-    }
     r->answered++;
     if (r->software[0] == '\0') {
         snprintf(r->software, sizeof r->software, "%s", info->software);
@@ -123,21 +118,17 @@ static bool doctor_on_rank(void *cookie, const fanin_rank_info *info)
     if (info->status == FANIN_OK) {
         doctor_compare(a, info);
     } else if (info->silent) {
-        if (r->silent++ == 0) {
+        if (r->silent++ == 0)
             snprintf(r->silent_address, sizeof r->silent_address, "%s", info->address);
-        }
     } else if (info->status == FANIN_ERR_AUTH) {
-        if (r->barred++ == 0) {
+        if (r->barred++ == 0)
             snprintf(r->barred_why, sizeof r->barred_why, "%s", info->message);
-        }
     } else if (info->status == FANIN_ERR_PROTOCOL) {
-        if (r->foreign++ == 0) {
+        if (r->foreign++ == 0)
             snprintf(r->foreign_why, sizeof r->foreign_why, "%s", info->message);
-        }
     } else if (info->status == FANIN_ERR_VERSION) {
-        if (r->others++ == 0) {
+        if (r->others++ == 0)
             snprintf(r->others_why, sizeof r->others_why, "%s", info->message);
-        }
     } else if (r->refused++ == 0) {
         snprintf(r->refused_address, sizeof r->refused_address, "%s", info->address);
     }
@@ -149,11 +140,9 @@ static unsigned count_lacking(const asking *a, const rank_bits *ranks,
                               unsigned *first_out)
 {
     unsigned count = 0;
-    for (unsigned rank = 0; rank < TARGET_MAX_RANKS; rank++) {
-        if (has_bit(&a->answered, rank) && !has_bit(ranks, rank) && count++ == 0) {
+    for (unsigned rank = 0; rank < TARGET_MAX_RANKS; rank++)
+        if (has_bit(&a->answered, rank) && !has_bit(ranks, rank) && count++ == 0)
             *first_out = rank;
-        }
-    }
     return count;
 }
 
@@ -188,9 +177,8 @@ fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
     fanin_status status =
         fanin_client_list(client, timeout_ms, doctor_on_publication, &a, error);
     fanin_status seen = fanin_client_ranks(client, doctor_on_rank, &a, NULL);
-    if (status == FANIN_OK) { /* else nobody's are known */
+    if (status == FANIN_OK) /* else nobody's are known */
         compare_publications(&a, publication);
-    }
     for (size_t i = 0; i < a.count; i++) {
         free(a.all[i].name);
         free(a.all[i].ranks);

@@ -22,9 +22,8 @@ static bool find_local(const struct addrinfo *there, socket_address *own)
     int probe = socket(there->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     bool good = probe >= 0 && connect(probe, there->ai_addr, there->ai_addrlen) == 0 &&
                 socket_ends(probe, own, &peer) && !socket_is_loopback(own);
-    if (probe >= 0) {
+    if (probe >= 0)
         close(probe);
-    }
     return good;
 }
 
@@ -37,9 +36,8 @@ static bool find_on_way(const char *address, socket_address *own)
     bool found = false;
     if (socket_split(address, host, &port) &&
         getaddrinfo(host, "9", &hints, &all) == 0) {
-        for (const struct addrinfo *a = all; a != NULL && !found; a = a->ai_next) {
+        for (const struct addrinfo *a = all; a != NULL && !found; a = a->ai_next)
             found = find_local(a, own);
-        }
         freeaddrinfo(all);
     }
     return found;
@@ -55,9 +53,8 @@ static fanin_status route_within(const target *t, const char *networks,
     network *list = NULL;
     size_t count = 0;
     bool found = false;
-    for (uint32_t i = 0; i < t->count && !found; i++) {
+    for (uint32_t i = 0; i < t->count && !found; i++)
         found = find_on_way(t->addresses[i], &own);
-    }
     if (!found || getnameinfo((struct sockaddr *)&own.storage, own.length, out,
                               ROUTE_ADDRESS, NULL, 0, NI_NUMERICHOST) != 0) {
         return failure_set(error, FANIN_ERR_ARGUMENT,
@@ -131,9 +128,8 @@ static fanin_status make_relays(cache *c, fanin_error *error)
         status = fanin_relay_create(&config, (const char *const *)t->addresses,
                                     t->count, &c->copies[i].relay, error);
     }
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         forget_copies(c); /* the next look begins anew */
-    }
     return status;
 }
 
@@ -150,9 +146,8 @@ static bool compare_launch(void *cookie, const fanin_rank_info *info)
     launch *l = cookie;
     const cache *c = l->cache;
     size_t rank = (size_t)info->rank;
-    if (info->status != FANIN_OK || rank >= c->session->target.count) {
+    if (info->status != FANIN_OK || rank >= c->session->target.count)
         return true;
-    }
     const uint8_t *before = rank < c->n_ranks ? c->incarnations[rank] : unknown;
     l->same = l->same && memcmp(info->world_id, c->world_id, sizeof c->world_id) == 0 &&
               (memcmp(before, unknown, sizeof unknown) == 0 ||
@@ -174,9 +169,8 @@ fanin_status cache_follow_launch(cache *c, size_t *dropped_out, fanin_error *err
         free(l.incarnations);
         return FANIN_OK;
     }
-    for (size_t i = 0; i < c->n; i++) {
+    for (size_t i = 0; i < c->n; i++)
         *dropped_out += c->copies[i].held;
-    }
     forget_copies(c);
     free(c->incarnations);
     c->incarnations = l.incarnations;
@@ -242,13 +236,11 @@ static bool look_at_publication(void *cookie, const fanin_publication_info *info
 bool cache_drop_withdrawn(cache *c, uint64_t *step_out)
 {
     size_t held = 0, left = 0;
-    for (size_t i = 0; i < c->n; i++) {
+    for (size_t i = 0; i < c->n; i++)
         held += c->copies[i].held;
-    }
     (void)!fanin_client_list(c->session->client, ASK_MS, look_at_publication, c, NULL);
-    for (size_t i = 0; i < c->n; i++) {
+    for (size_t i = 0; i < c->n; i++)
         left += c->copies[i].held;
-    }
     *step_out = c->copies[c->next].step;
     return left < held;
 }
@@ -296,9 +288,8 @@ static fanin_status blame_changed_tensors(cache *c, fanin_status why,
                                           fanin_error *error)
 {
     whole_tensors before = c->tensors;
-    if (!is_of_tensors(why)) {
+    if (!is_of_tensors(why))
         return why;
-    }
     c->tensors = (whole_tensors){.list = NULL};
     if (take_catalog(c, NULL) == FANIN_OK && !same_tensors(&before, &c->tensors)) {
         why = failure_set(error, FANIN_ERR_STALE, "pull again",
@@ -323,9 +314,8 @@ static fanin_status take_memory(cache *c, fanin_error *error)
             list[count++] = &copy->memory;
         }
     }
-    if (count > 0) {
+    if (count > 0)
         status = cache_memory_take(c->directory, list, count, c->tensors.bytes, error);
-    }
     free(list);
     return status;
 }
@@ -381,9 +371,8 @@ fanin_status cache_pull(cache *c, uint64_t step, cache_step *out, fanin_error *e
     fanin_relay_stats before = {.struct_size = sizeof before};
     fanin_status status = take_catalog(c, error);
     status = status != FANIN_OK ? status : take_memory(c, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     copy->held = false;
     fanin_relay_get_stats(copy->relay, &before);
     status = pull_into_copy(c, copy, step, &result, error);
@@ -402,9 +391,8 @@ fanin_status cache_pull(cache *c, uint64_t step, cache_step *out, fanin_error *e
 void cache_free(cache *c)
 {
     forget_copies(c);
-    for (size_t i = 0; i < c->n; i++) {
+    for (size_t i = 0; i < c->n; i++)
         cache_memory_free(&c->copies[i].memory);
-    }
     whole_tensors_free(&c->tensors);
     free(c->copies);
     free(c->incarnations);

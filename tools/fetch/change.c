@@ -74,13 +74,11 @@ static void numbers_bits(fanin_dtype dtype, const uint8_t *in, size_t count,
     if (width < 8) {
         unpack(width, in, count, out);
     } else if (width == 8) {
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++)
             out[i] = in[i];
-        }
     } else if (width == 16) {
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++)
             out[i] = (uint64_t)(in[2 * i] | in[2 * i + 1] << 8);
-        }
     } else if (width == 32) {
         for (size_t i = 0; i < count; i++, in += 4) {
             out[i] = (uint32_t)in[0] | (uint32_t)in[1] << 8 | (uint32_t)in[2] << 16 |
@@ -89,9 +87,8 @@ static void numbers_bits(fanin_dtype dtype, const uint8_t *in, size_t count,
     } else {
         for (size_t i = 0; i < count; i++, in += 8) {
             out[i] = 0;
-            for (unsigned j = 0; j < 8; j++) {
+            for (unsigned j = 0; j < 8; j++)
                 out[i] |= (uint64_t)in[j] << 8 * j;
-            }
         }
     }
 }
@@ -102,17 +99,14 @@ static float small_value(const small_float *f, uint32_t bits)
     uint32_t exponent = bits >> f->mantissa & last;
     uint32_t mantissa = bits & ((1u << f->mantissa) - 1);
     float sign = bits >> (f->exponent + f->mantissa) != 0 ? -1.0F : 1.0F;
-    if (f->specials == POWERS) {
+    if (f->specials == POWERS)
         return exponent == last ? NAN : ldexpf(1.0F, (int)exponent - f->bias);
-    }
     bool ones = exponent == last && mantissa == (1u << f->mantissa) - 1;
-    if (f->specials == IEEE && exponent == last) {
+    if (f->specials == IEEE && exponent == last)
         return mantissa != 0 ? NAN : sign * INFINITY;
-    }
     if ((f->specials == FN && ones) ||
-        (f->specials == FNUZ && bits == 1u << (f->exponent + f->mantissa))) {
+        (f->specials == FNUZ && bits == 1u << (f->exponent + f->mantissa)))
         return NAN;
-    }
     float units = (float)(exponent == 0 ? mantissa : mantissa | 1u << f->mantissa);
     int unit = (exponent == 0 ? 1 : (int)exponent) - f->bias - f->mantissa;
     return sign * ldexpf(units, unit);
@@ -126,9 +120,8 @@ static const float *table_of(fanin_dtype dtype)
     if (tables[dtype] == NULL) {
         uint32_t count = 1u << fanin_dtype_bits(dtype);
         tables[dtype] = output_require(calloc(count, sizeof(float)));
-        for (uint32_t i = 0; i < count; i++) {
+        for (uint32_t i = 0; i < count; i++)
             tables[dtype][i] = small_value(f, i);
-        }
     }
     return tables[dtype];
 }
@@ -166,13 +159,11 @@ static void numbers_values(fanin_dtype dtype, const uint64_t *bits, size_t count
 {
     if (small_floats[dtype].exponent != 0) {
         const float *table = table_of(dtype);
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++)
             out[i] = (double)table[bits[i]];
-        }
     } else if (dtype == FANIN_DTYPE_F32) {
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++)
             out[i] = float_of(bits[i]);
-        }
     } else if (dtype == FANIN_DTYPE_C64) {
         for (size_t i = 0; i < count; i++) {
             out[2 * i] = float_of(bits[i]);
@@ -181,9 +172,8 @@ static void numbers_values(fanin_dtype dtype, const uint64_t *bits, size_t count
     } else if (dtype == FANIN_DTYPE_F64) {
         memcpy(out, bits, count * sizeof *out);
     } else {
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++)
             out[i] = change_integer_of(dtype, bits[i]);
-        }
     }
 }
 
@@ -192,9 +182,8 @@ static void numbers_values(fanin_dtype dtype, const uint64_t *bits, size_t count
 static bool numbers_difference(fanin_dtype dtype, uint64_t a, uint64_t b, double *out)
 {
     bool is_signed = dtype == FANIN_DTYPE_I64;
-    if (!is_signed && dtype != FANIN_DTYPE_U64) {
+    if (!is_signed && dtype != FANIN_DTYPE_U64)
         return false;
-    }
     bool rises = is_signed ? (int64_t)b > (int64_t)a : b > a;
     *out = rises ? (double)(b - a) : -(double)(a - b);
     return true;
@@ -213,29 +202,24 @@ typedef struct piece {
 static double norm_of(const double *values, size_t count)
 {
     double parts[4] = {0.0}, most = 0.0; /* sums that need not wait for each other */
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         parts[i % 4] += values[i] * values[i];
-    }
     double sum = parts[0] + parts[1] + (parts[2] + parts[3]);
-    if (sum > 1e-280 && sum < 1e280) {
+    if (sum > 1e-280 && sum < 1e280)
         return sqrt(sum);
-    }
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         most = fmax(most, fabs(values[i]));
-    }
     sum = 0.0;
-    for (size_t i = 0; most > 0.0 && isfinite(most) && i < count; i++) {
+    for (size_t i = 0; most > 0.0 && isfinite(most) && i < count; i++)
         sum += values[i] / most * (values[i] / most);
-    }
     return isfinite(most) ? most * sqrt(sum) : most;
 }
 
 static bool is_changed(const piece *p, size_t i)
 {
     bool changed = false;
-    if (p->one_dtype) {
+    if (p->one_dtype)
         return p->bits[0][i] != p->bits[1][i];
-    }
     for (size_t j = i * p->parts; j < (i + 1) * p->parts; j++) {
         double x = p->values[0][j], y = p->values[1][j];
         changed |= x != y && !(isnan(x) && isnan(y));
@@ -266,9 +250,8 @@ static void step(change *c, piece *p, fanin_dtype dtype, size_t i)
         size = p->parts == 1 ? fabs(p->steps[j]) : hypot(size, p->steps[j]);
     }
     if (p->one_dtype &&
-        numbers_difference(dtype, p->bits[0][i], p->bits[1][i], &p->steps[at])) {
+        numbers_difference(dtype, p->bits[0][i], p->bits[1][i], &p->steps[at]))
         size = fabs(p->steps[at]);
-    }
     c->largest = size > c->largest ? size : c->largest;
 }
 
@@ -280,20 +263,16 @@ static void compare_slowly(change *c, piece *p, fanin_dtype dtype)
         size_t at = i * p->parts;
         bool finite[2];
         c->changed += is_changed(p, i);
-        for (unsigned side = 0; side < 2; side++) {
+        for (unsigned side = 0; side < 2; side++)
             finite[side] = count_special(c, side, &p->values[side][at], p->parts);
-        }
-        if (finite[0] && finite[1]) {
+        if (finite[0] && finite[1])
             step(c, p, dtype, i);
-        } else {
+        else
             memset(&p->steps[at], 0, p->parts * sizeof p->steps[0]);
-        }
         c->lost += finite[0] != finite[1];
-        for (unsigned side = 0; side < 2; side++) {
-            if (!finite[side]) {
+        for (unsigned side = 0; side < 2; side++)
+            if (!finite[side])
                 memset(&p->values[side][at], 0, p->parts * sizeof(double));
-            }
-        }
     }
 }
 
@@ -339,26 +318,22 @@ void change_add(change *c, const fanin_dtype dtypes[2], const uint8_t *const byt
         numbers_bits(dtypes[side], bytes[side], count, p.bits[side]);
         numbers_values(dtypes[side], p.bits[side], count, p.values[side]);
     }
-    if (p.parts > 1 || (p.one_dtype && fanin_dtype_bits(dtypes[0]) == 64)) {
+    if (p.parts > 1 || (p.one_dtype && fanin_dtype_bits(dtypes[0]) == 64))
         compare_slowly(c, &p, dtypes[0]);
-    } else {
+    else
         change_compare(c, &p);
-    }
     size_t numbers = count * p.parts;
-    for (unsigned side = 0; side < 2; side++) {
+    for (unsigned side = 0; side < 2; side++)
         c->norm[side] = hypot(c->norm[side], norm_of(p.values[side], numbers));
-    }
     c->norm_of_change = hypot(c->norm_of_change, norm_of(p.steps, numbers));
     c->elements += count;
 }
 
 double change_relative(const change *c)
 {
-    if (c->changed == 0) {
+    if (c->changed == 0)
         return 0.0;
-    }
-    if (c->lost > 0 || (c->norm[0] == 0.0 && c->norm_of_change > 0.0)) {
+    if (c->lost > 0 || (c->norm[0] == 0.0 && c->norm_of_change > 0.0))
         return INFINITY;
-    }
     return c->norm[0] > 0.0 ? c->norm_of_change / c->norm[0] : 0.0;
 }

@@ -30,12 +30,10 @@ typedef struct expected {
 static bool check_on_pair(void *cookie, const char *key, const char *value)
 {
     check_pattern *pattern = cookie;
-    if (strcmp(key, PATTERN_PAIR_KEY) == 0 && strcmp(value, PATTERN_PAIR_VALUE) == 0) {
+    if (strcmp(key, PATTERN_PAIR_KEY) == 0 && strcmp(value, PATTERN_PAIR_VALUE) == 0)
         pattern->follows = true;
-    }
-    if (strcmp(key, PATTERN_DTYPE_KEY) == 0) {
+    if (strcmp(key, PATTERN_DTYPE_KEY) == 0)
         pattern->dtype = fanin_dtype_from_name(value);
-    }
     return true;
 }
 
@@ -53,9 +51,8 @@ static size_t check_compare(const expected *e, uint64_t step, uint64_t offset,
                             const uint8_t *bytes, size_t size)
 {
     uint64_t start = pattern_start(e->seed, step);
-    if (e->half == 0) {
+    if (e->half == 0)
         return pattern_compare(bytes, start, offset, size);
-    }
     for (size_t done = 0; done < size;) {
         uint8_t whole[2 * CONVERTED];
         uint8_t half[CONVERTED];
@@ -64,9 +61,8 @@ static size_t check_compare(const expected *e, uint64_t step, uint64_t offset,
         half_convert(e->half, half, whole, n / 2);
         if (memcmp(half, bytes + done, n) != 0) {
             size_t i = 0;
-            while (half[i] == bytes[done + i]) {
+            while (half[i] == bytes[done + i])
                 i++;
-            }
             return done + i / 2 * 2;
         }
         done += n;
@@ -94,9 +90,8 @@ static fanin_status tell_wrong(const expected *e, uint64_t offset, const uint8_t
 {
     uint64_t other;
     char origin[64] = "of no step near it";
-    if (find_step(e, offset, bytes, size < 16 ? size : 16, &other)) {
+    if (find_step(e, offset, bytes, size < 16 ? size : 16, &other))
         snprintf(origin, sizeof origin, "of step %" PRIu64, other);
-    }
     failure_set(error, FANIN_ERR_MISMATCH,
                 "the ranks hold other bytes than they say, or the pull is broken: keep "
                 "the file and report it",
@@ -111,9 +106,8 @@ static fanin_status check_piece(const expected *e, uint64_t offset,
                                 const uint8_t *bytes, size_t size, fanin_error *error)
 {
     size_t wrong = check_compare(e, e->step, offset, bytes, size);
-    if (wrong == size) {
+    if (wrong == size)
         return FANIN_OK;
-    }
     return tell_wrong(e, offset + wrong, bytes + wrong, size - wrong, error);
 }
 
@@ -147,9 +141,8 @@ static box_runs runs_of(const fanin_tensor *t, const fanin_box *box)
     box_runs r = {.bytes = fanin_dtype_bits(t->dtype) / 8, .outer = t->n_dims};
     bool packed = true, joined = true;
     uint64_t in_tensor = r.bytes, in_box = r.bytes;
-    for (uint32_t d = 0; d < t->n_dims; d++) {
+    for (uint32_t d = 0; d < t->n_dims; d++)
         packed = packed && box->stride[d] == 0;
-    }
     for (uint32_t d = t->n_dims; d-- > 0;) {
         r.row[d] = in_tensor;
         r.stride[d] = packed ? (int64_t)in_box : box->stride[d];
@@ -197,9 +190,8 @@ bool check_read(int descriptor, uint64_t offset, uint8_t *to, size_t size)
     for (size_t done = 0; done < size;) {
         errno = 0;
         ssize_t n = pread(descriptor, to + done, size - done, (off_t)(offset + done));
-        if (n <= 0 && errno != EINTR) {
+        if (n <= 0 && errno != EINTR)
             return false;
-        }
         done += n > 0 ? (size_t)n : 0;
     }
     return true;
@@ -236,9 +228,8 @@ fanin_status check_directory(const check_pattern *pattern, const char *directory
     *bytes_out = 0;
     fanin_status status =
         tensor_directory_open(directory, options_is_model(publication), &d, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     for (size_t i = 0; status == FANIN_OK && i < d.count; i++) {
         const tensor_place *place = &d.tensors[i];
         status = check_entry(pattern, publication, &place->entry, step,

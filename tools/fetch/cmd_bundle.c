@@ -19,16 +19,14 @@ static void add_options(python *p, const struct poptOption *table)
     for (; table->longName != NULL; table++) {
         unsigned kind = table->argInfo & POPT_ARG_MASK;
         int length = 0;
-        if (kind == POPT_ARG_STRING && *(char **)table->arg != NULL) {
+        if (kind == POPT_ARG_STRING && *(char **)table->arg != NULL)
             length = asprintf(&word, "--%s=%s", table->longName, *(char **)table->arg);
-        } else if (kind == POPT_ARG_NONE && *(int *)table->arg != 0) {
+        else if (kind == POPT_ARG_NONE && *(int *)table->arg != 0)
             length = asprintf(&word, "--%s", table->longName);
-        } else if (kind == POPT_ARG_INT && *(int *)table->arg != 0) {
+        else if (kind == POPT_ARG_INT && *(int *)table->arg != 0)
             length = asprintf(&word, "--%s=%d", table->longName, *(int *)table->arg);
-        }
-        if (length != 0) {
+        if (length != 0)
             python_add(p, output_require(length > 0 ? word : NULL));
-        }
     }
 }
 
@@ -38,9 +36,8 @@ static int bundle(session *s, const invocation *line, void *cookie)
     const bundler *b = cookie;
     python p;
     size_t n_logs = 0;
-    while (b->logs != NULL && b->logs[n_logs] != NULL) {
+    while (b->logs != NULL && b->logs[n_logs] != NULL)
         n_logs++;
-    }
     const output_text left = output_number(line->common.timeout_ms);
     const output_text count = output_number(n_logs);
     python_start(&p, s->command, &line->common);
@@ -50,9 +47,8 @@ static int bundle(session *s, const invocation *line, void *cookie)
     python_add(&p, b->out);
     python_add(&p, b->no_pull ? "no-pull" : "");
     python_add(&p, count.s);
-    for (size_t i = 0; i < n_logs; i++) {
+    for (size_t i = 0; i < n_logs; i++)
         python_add(&p, b->logs[i]);
-    }
     python_add(&p, s->target_text);
     add_options(&p, line->connect_part);
     return python_become(&p);

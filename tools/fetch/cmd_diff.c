@@ -195,14 +195,12 @@ static fanin_status diff_side_pull(diff_side *side, session *s,
     fanin_status status =
         fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
                              diff_side_on_entry, &taking, error);
-    if (status == FANIN_OK && side->tensors.count == 0) {
+    if (status == FANIN_OK && side->tensors.count == 0)
         return FANIN_OK; /* nothing is like the pattern: the caller says so */
-    }
     status = status != FANIN_OK ? status : diff_side_make_room(side, request, error);
     status = status != FANIN_OK ? status : pull(side, s, request, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         rename_all(side, model);
-    }
     return status;
 }
 
@@ -214,9 +212,8 @@ static const uint8_t *diff_side_bytes(const diff_side *side, const whole_tensor 
                                       uint64_t at, size_t size, uint8_t *room,
                                       fanin_error *error)
 {
-    if (side->memory != NULL) {
+    if (side->memory != NULL)
         return side->memory + t->offset + at;
-    }
     errno = 0;
     if (!check_read(t->descriptor, t->offset + at, room, size)) {
         failure_set(error, FANIN_ERR_IO, "check the disk",
@@ -229,9 +226,8 @@ static const uint8_t *diff_side_bytes(const diff_side *side, const whole_tensor 
 
 static void diff_side_close(diff_side *side)
 {
-    if (side->memory != NULL) {
+    if (side->memory != NULL)
         munmap(side->memory, side->mapped);
-    }
     whole_tensors_free(&side->tensors);
     tensor_directory_close(&side->files);
     *side = (diff_side){.what = NULL};
@@ -272,9 +268,8 @@ static fanin_status compare_block(differ *d, diff_row *row, uint64_t at, size_t 
         bytes[side] = diff_side_bytes(
             &d->sides[side], row->of[side], numbers_bytes(dtypes[side], at),
             (size_t)numbers_bytes(dtypes[side], count), rooms[side], error);
-        if (bytes[side] == NULL) {
+        if (bytes[side] == NULL)
             return error->status;
-        }
     }
     for (size_t done = 0; done < count; done += CHANGE_PIECE) {
         const uint8_t *const from[2] = {bytes[0] + numbers_bytes(dtypes[0], done),
@@ -290,9 +285,8 @@ static fanin_status compare_block(differ *d, diff_row *row, uint64_t at, size_t 
 static fanin_status diff_compare(differ *d, diff_row *row, fanin_error *error)
 {
     uint64_t elements = 1;
-    for (uint32_t i = 0; i < row->of[0]->n_dims; i++) {
+    for (uint32_t i = 0; i < row->of[0]->n_dims; i++)
         elements *= row->of[0]->shape[i];
-    }
     fanin_status status = FANIN_OK;
     for (uint64_t at = 0; status == FANIN_OK && at < elements; at += BLOCK) {
         size_t count = elements - at < BLOCK ? (size_t)(elements - at) : BLOCK;
@@ -307,13 +301,11 @@ static fanin_status diff_compare(differ *d, diff_row *row, fanin_error *error)
 static diff_kind kind_of(const diff_row *row)
 {
     const whole_tensor *a = row->of[0], *b = row->of[1];
-    if (a == NULL || b == NULL) {
+    if (a == NULL || b == NULL)
         return a == NULL ? DIFF_ONLY_B : DIFF_ONLY_A;
-    }
     if (a->n_dims != b->n_dims ||
-        memcmp(a->shape, b->shape, a->n_dims * sizeof a->shape[0]) != 0) {
+        memcmp(a->shape, b->shape, a->n_dims * sizeof a->shape[0]) != 0)
         return DIFF_SHAPE;
-    }
     return a->dtype != b->dtype ? DIFF_DTYPE : DIFF_SAME;
 }
 
@@ -324,9 +316,8 @@ static fanin_status diff_judge(differ *d, diff_row *row, fanin_error *error)
         (row->kind == DIFF_SAME || row->kind == DIFF_DTYPE) &&
         numbers_parts(row->of[0]->dtype) == numbers_parts(row->of[1]->dtype);
     fanin_status status = comparable ? diff_compare(d, row, error) : FANIN_OK;
-    if (row->kind == DIFF_SAME && row->change.changed > 0) {
+    if (row->kind == DIFF_SAME && row->change.changed > 0)
         row->kind = DIFF_CHANGED;
-    }
     return status;
 }
 
@@ -361,13 +352,11 @@ static int compare_all(differ *d)
                                      d->pattern != NULL ? "such " : ""));
     }
     progress_start(&d->bar, "diff", common->quiet != 0, common->no_color != 0);
-    for (size_t i = 0; status == FANIN_OK && i < d->report.count; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < d->report.count; i++)
         status = diff_judge(d, &d->report.rows[i], &error);
-    }
     progress_end(&d->bar);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return trouble(failure_report("cannot compare", &error));
-    }
     diff_report_sort(&d->report);
     (common->json ? diff_report_json : diff_report_print)(&d->report, (size_t)d->limit);
     return diff_report_equal(&d->report) ? EQUAL : DIFFERENT;
@@ -380,9 +369,8 @@ static bool diff_take_step(char *word, uint64_t *step_out)
 {
     char *at = strrchr(word, '@');
     if (at == NULL || at[1] == '\0' || strspn(at + 1, "0123456789") != strlen(at + 1) ||
-        strlen(at + 1) > 18 || access(word, F_OK) == 0) {
+        strlen(at + 1) > 18 || access(word, F_OK) == 0)
         return false;
-    }
     *step_out = strtoull(at + 1, NULL, 10);
     *at = '\0';
     return true;
@@ -421,9 +409,8 @@ static int open_target(differ *d, unsigned i, diff_request *request)
     session s = {0};
     const char *run = d->runs[i] != NULL ? d->runs[i] : d->line->run;
     char *text = output_require(strdup(d->words[i]));
-    if (diff_take_step(text, &request->step)) {
+    if (diff_take_step(text, &request->step))
         request->rule = FANIN_STEP_EXACT;
-    }
     int code = session_start(&s, d->self, d->line, text, run);
     code = code != 0 ? code : pull_sides(d, &s, i, request);
     session_end(&s);
@@ -440,9 +427,8 @@ static int open_side(differ *d, unsigned i)
                             .quiet = common->quiet != 0,
                             .no_color = common->no_color != 0};
     d->sides[i].what = d->words[i];
-    if (!diff_side_is_directory(d->words[i])) {
+    if (!diff_side_is_directory(d->words[i]))
         return open_target(d, i, &request);
-    }
     if (d->wait_step) {
         return failure_usage("diff",
                              "--wait-step is for a TARGET, and %s is a "
@@ -462,13 +448,12 @@ static int diff_take_words(differ *d)
     for (int i = 0; i < parsed->count; i++) {
         const char *word = parsed->positional[i];
         bool run = options_is_publication(word);
-        if (run && count > 0 && d->runs[count - 1] == NULL) {
+        if (run && count > 0 && d->runs[count - 1] == NULL)
             d->runs[count - 1] = word;
-        } else if (run || count == wanted) {
+        else if (run || count == wanted)
             return failure_usage("diff", "unexpected argument '%s'", word);
-        } else {
+        else
             d->words[count++] = word;
-        }
     }
     if (count < wanted) {
         return failure_usage("diff", d->wait_step ? "a TARGET is needed"
@@ -497,14 +482,12 @@ static int diff_run(const command *self, int argc, const char **argv)
     };
     if (session_parse(self, &line, argc, argv, table, &code)) {
         code = diff_take_words(&d);
-        for (unsigned i = 0; code == 0 && i < 2 && d.words[i] != NULL; i++) {
+        for (unsigned i = 0; code == 0 && i < 2 && d.words[i] != NULL; i++)
             code = open_side(&d, i);
-        }
         code = code != 0 ? trouble(code) : compare_all(&d);
     }
-    for (unsigned i = 0; i < 2; i++) {
+    for (unsigned i = 0; i < 2; i++)
         diff_side_close(&d.sides[i]);
-    }
     free(d.report.rows);
     options_free(&line.parsed);
     return code;

@@ -13,15 +13,13 @@ typedef struct exporter {
 /* The words of the command line for `status`: all but --listen. */
 static void exporter_add_words(python *p, const char **from)
 {
-    while (*from != NULL) {
-        if (strcmp(*from, "--listen") == 0) {
+    while (*from != NULL)
+        if (strcmp(*from, "--listen") == 0)
             from += 2;
-        } else if (strncmp(*from, "--listen=", strlen("--listen=")) == 0) {
+        else if (strncmp(*from, "--listen=", strlen("--listen=")) == 0)
             from++;
-        } else {
+        else
             python_add(p, *from++);
-        }
-    }
 }
 
 static int serve(session *s, const invocation *line, void *cookie)
@@ -29,9 +27,8 @@ static int serve(session *s, const invocation *line, void *cookie)
     const exporter *e = cookie;
     python p;
     int code = session_need_run(s);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     python_start(&p, s->command, &line->common);
     python_add(&p, e->listen != NULL ? e->listen : "127.0.0.1:9470");
     python_add(&p, s->publication);

@@ -49,9 +49,8 @@ static void list_map_note(fault *f, const char *name, uint64_t bytes)
 {
     f->bytes += bytes;
     f->tensors += bytes > 0;
-    if (bytes > 0 && f->first == NULL) {
+    if (bytes > 0 && f->first == NULL)
         f->first = output_require(strdup(name));
-    }
 }
 
 static bool list_map_on_entry(void *cookie, const fanin_entry *e)
@@ -81,9 +80,8 @@ static void print_fault(const char *what, const fault *f)
 static void print(const dealing *d, const missing *absent)
 {
     uint64_t most = 1;
-    for (size_t i = 0; i < d->count; i++) {
+    for (size_t i = 0; i < d->count; i++)
         most = d->ranks[i].bytes > most ? d->ranks[i].bytes : most;
-    }
     struct libscols_table *table = output_table("RANK> BOXES> BYTES> REPLICAS> SHARE");
     for (size_t i = 0; i < d->count; i++) {
         const share *s = &d->ranks[i];
@@ -129,11 +127,10 @@ static int list_map(session *s, const common_options *common)
         code = session_failure(s, "cannot list keys", &error);
     } else {
         missing_gather(s, &absent);
-        if (common->json) {
+        if (common->json)
             list_map_print_json(s, &d, &absent);
-        } else {
+        else
             print(&d, &absent);
-        }
         code = missing_report(&absent);
         missing_free(&absent);
     }
@@ -176,19 +173,16 @@ static int by_name_and_rank(const void *a, const void *b)
 static size_t group_end(const views *v, size_t first)
 {
     size_t end = first + 1;
-    while (end < v->count && strcmp(v->items[end].name, v->items[first].name) == 0) {
+    while (end < v->count && strcmp(v->items[end].name, v->items[first].name) == 0)
         end++;
-    }
     return end;
 }
 
 static const char *common_state(const view *items, size_t count)
 {
-    for (size_t i = 1; i < count; i++) {
-        if (items[i].is.state != items[0].is.state) {
+    for (size_t i = 1; i < count; i++)
+        if (items[i].is.state != items[0].is.state)
             return "mixed";
-        }
-    }
     return rank_state_name(items[0].is.state);
 }
 
@@ -201,9 +195,8 @@ typedef struct absentees {
 static bool is_missing(const missing *m, uint32_t rank)
 {
     bool found = false;
-    for (uint32_t i = 0; i < m->count; i++) {
+    for (uint32_t i = 0; i < m->count; i++)
         found = found || m->ranks[i].rank == (int32_t)rank;
-    }
     return found;
 }
 
@@ -212,18 +205,15 @@ static absentees find_absent(const view *items, size_t count, const missing *m)
 {
     absentees a = {.ranks = output_require(calloc(m->asked, sizeof a.ranks[0]))};
     bool known = true;
-    for (uint32_t i = 0; i < m->count; i++) {
+    for (uint32_t i = 0; i < m->count; i++)
         known = known && m->ranks[i].rank >= 0;
-    }
     size_t next = 0;
     for (uint32_t rank = 0; known && rank < m->asked; rank++) {
-        while (next < count && items[next].is.rank < rank) {
+        while (next < count && items[next].is.rank < rank)
             next++;
-        }
         bool shown = next < count && items[next].is.rank == rank;
-        if (!shown && !is_missing(m, rank)) {
+        if (!shown && !is_missing(m, rank))
             a.ranks[a.count++] = rank;
-        }
     }
     return a;
 }
@@ -237,9 +227,8 @@ static output_text step_range(const view *items, size_t count)
         low = items[i].is.step < low ? items[i].is.step : low;
         high = items[i].is.step > high ? items[i].is.step : high;
     }
-    if (low == high) {
+    if (low == high)
         return output_number(low);
-    }
     snprintf(text.s, sizeof text.s, "%" PRIu64 "-%" PRIu64, low, high);
     return text;
 }
@@ -258,17 +247,15 @@ static void add_others(struct libscols_table *table, struct libscols_line *paren
         snprintf(name, sizeof name, "rank %u", absent->ranks[i]);
         list_add_row(table, parent, name, "absent");
     }
-    for (uint32_t i = 0; i < m->count; i++) {
+    for (uint32_t i = 0; i < m->count; i++)
         list_add_row(table, parent, missing_name(&m->ranks[i]).s, "unreachable");
-    }
 }
 
 static uint64_t list_bytes_of(const view *items, size_t count)
 {
     uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         bytes += items[i].is.bytes;
-    }
     return bytes;
 }
 
@@ -278,9 +265,8 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
     absentees absent = find_absent(items, count, m);
     char state[64];
     snprintf(state, sizeof state, "%s", common_state(items, count));
-    if (m->asked > count) {
+    if (m->asked > count)
         output_append(state, sizeof state, ", %zu of %u ranks", count, m->asked);
-    }
     struct libscols_line *parent =
         output_row(table, NULL, options_run_of(items[0].name), state, NULL,
                    step_range(items, count).s, NULL, NULL,
@@ -316,9 +302,8 @@ static void warn_paused(session *s, const char *name)
 {
     fanin_error error = FANIN_ERROR_INIT;
     if (fanin_client_catalog(s->client, name, NULL, session_left_ms(s), stop_at_once,
-                             NULL, &error) == FANIN_ERR_PAUSED) {
+                             NULL, &error) == FANIN_ERR_PAUSED)
         failure_warn("%s", error.message);
-    }
 }
 
 /* Metadata of a publication that is committed somewhere; empty otherwise. */
@@ -331,16 +316,14 @@ static json_t *metadata_of(session *s, const view *items, size_t count)
         committed &= items[i].is.state != FANIN_PUBLICATION_UNPUBLISHED;
         paused |= items[i].is.state == FANIN_PUBLICATION_PAUSED;
     }
-    if (paused) {
+    if (paused)
         warn_paused(s, items[0].name);
-    }
     fanin_status status =
         committed ? fanin_client_metadata(s->client, items[0].name, session_left_ms(s),
                                           list_on_pair, pairs, &error)
                   : FANIN_OK;
-    if (status != FANIN_OK && !(paused && status == FANIN_ERR_PAUSED)) {
+    if (status != FANIN_OK && !(paused && status == FANIN_ERR_PAUSED))
         failure_warn("no metadata of %s: %s", items[0].name, error.message);
-    }
     return pairs;
 }
 
@@ -382,9 +365,8 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
 {
     json_t *ranks = json_array(), *others = json_array();
     absentees absent = find_absent(items, count, m);
-    for (size_t i = 0; i < absent.count; i++) {
+    for (size_t i = 0; i < absent.count; i++)
         json_array_append_new(others, output_u64(absent.ranks[i]));
-    }
     free(absent.ranks);
     for (size_t i = 0; i < count; i++) {
         const fanin_publication_info *v = &items[i].is;
@@ -416,9 +398,8 @@ static void print_runs(const views *v, const missing *m, const json_t *metadata)
     } else {
         struct libscols_table *table =
             output_table("RUN^ STATE FOR> STEP> COMMITTED> TENSORS> BYTES>");
-        for (size_t i = 0; i < v->count; i = group_end(v, i)) {
+        for (size_t i = 0; i < v->count; i = group_end(v, i))
             add_group(table, &v->items[i], group_end(v, i) - i, m);
-        }
         output_print(table);
     }
     for (size_t i = 0; i < v->count; i = group_end(v, i)) {
@@ -451,20 +432,18 @@ static int list_runs(session *s, const common_options *common)
         free(v.items);
         return session_failure(s, "cannot list", &error);
     }
-    if (v.count > 0) {
+    if (v.count > 0)
         qsort(v.items, v.count, sizeof v.items[0], by_name_and_rank);
-    }
     missing_gather(s, &m);
     json_t *metadata = json_object();
     for (size_t i = 0; i < v.count; i = group_end(&v, i)) {
         json_object_set_new(metadata, v.items[i].name,
                             metadata_of(s, &v.items[i], group_end(&v, i) - i));
     }
-    if (common->json) {
+    if (common->json)
         output_json(runs_json(&v, &m, metadata));
-    } else {
+    else
         print_runs(&v, &m, metadata);
-    }
     int code = missing_report(&m);
     json_decref(metadata);
     missing_free(&m);
@@ -489,15 +468,12 @@ static uint32_t *owners_of(const fanin_entry *entry, size_t *count_out)
 {
     uint32_t *ranks = output_require(calloc(entry->n_owners + 1, sizeof *ranks));
     size_t count = 0;
-    for (size_t i = 0; i < entry->n_owners; i++) {
+    for (size_t i = 0; i < entry->n_owners; i++)
         ranks[i] = entry->owners[i].rank;
-    }
     qsort(ranks, entry->n_owners, sizeof *ranks, by_number);
-    for (size_t i = 0; i < entry->n_owners; i++) {
-        if (count == 0 || ranks[count - 1] != ranks[i]) {
+    for (size_t i = 0; i < entry->n_owners; i++)
+        if (count == 0 || ranks[count - 1] != ranks[i])
             ranks[count++] = ranks[i];
-        }
-    }
     *count_out = count;
     return ranks;
 }
@@ -527,9 +503,8 @@ static bool list_on_entry(void *cookie, const fanin_entry *entry)
         add_key_row(l->table, entry, key, ranks, count);
     } else {
         json_t *list = json_array();
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0; i < count; i++)
             json_array_append_new(list, output_u64(ranks[i]));
-        }
         json_array_append_new(
             l->list,
             output_object("key", output_string(key), "dtype",
@@ -546,11 +521,10 @@ static int list_keys(session *s, const common_options *common)
     fanin_error error = FANIN_ERROR_INIT;
     key_lister l = {.session = s};
     missing m;
-    if (common->json) {
+    if (common->json)
         l.list = json_array();
-    } else {
+    else
         l.table = output_table("KEY DTYPE SHAPE RANKS BYTES>");
-    }
     if (fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
                              list_on_entry, &l, &error) != FANIN_OK) {
         scols_unref_table(l.table);

@@ -10,9 +10,8 @@ static int map_become(const command *self, const common_options *common,
     fanin_error error = FANIN_ERROR_INIT;
     mapping_file m;
     python p;
-    if (mapping_read(path, &m, &error) != FANIN_OK) {
+    if (mapping_read(path, &m, &error) != FANIN_OK)
         return failure_report("cannot read the mapping", &error);
-    }
     mapping_free(&m);
     python_start(&p, self, common);
     python_add(&p, path);

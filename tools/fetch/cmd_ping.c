@@ -60,11 +60,10 @@ static void add_note(report *r, const fanin_rank_info *info, int32_t rank)
     snprintf(facts, sizeof facts, "world %.32s of %u ranks, %.63s, UCX %.31s",
              output_hex(info->world_id).s, info->world_size, info->software,
              ucx ? info->ucx_version : "none");
-    if (r->facts[0] == '\0') {
+    if (r->facts[0] == '\0')
         terminal_write(r->notes, "%s", facts);
-    } else if (strcmp(facts, r->facts) != 0) {
+    else if (strcmp(facts, r->facts) != 0)
         terminal_write(r->notes, "from rank %d on: %s", (int)rank, facts);
-    }
     memcpy(r->facts, facts, sizeof r->facts);
 }
 
@@ -114,11 +113,10 @@ static int ping(session *s, const invocation *line, void *cookie)
     char *notes = NULL, what[96];
     size_t size = 0;
     report r = {.session = s, .notes = output_require(open_memstream(&notes, &size))};
-    if (line->common.json) {
+    if (line->common.json)
         r.ranks = json_array();
-    } else {
+    else
         r.table = output_table("RANK> ADDRESS RTT> NAME STATUS");
-    }
     fanin_status status = session_try(s, &error);
     if (status == FANIN_OK) {
         status =

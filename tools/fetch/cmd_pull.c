@@ -27,9 +27,8 @@ static int demand_pattern(session *s, check_pattern *out)
 {
     fanin_error error = FANIN_ERROR_INIT;
     if (check_ask(s->client, s->publication, session_left_ms(s), out, &error) !=
-        FANIN_OK) {
+        FANIN_OK)
         return session_failure(s, "cannot pull", &error);
-    }
     if (!out->follows) {
         return failure_local("cannot pull", FANIN_ERR_UNSUPPORTED,
                              "leave out --check-pattern, or use 'nixl-fetch verify'",
@@ -81,9 +80,8 @@ static int pull_tell(const session *s, const common_options *common,
                        : "");
     terminal_print("%-9s %s", "run", s->run);
     report_print(info);
-    if (o->delta_from != NULL && !info->reused) {
+    if (o->delta_from != NULL && !info->reused)
         tell_delta(info, o->delta_from);
-    }
     if (o->prove) {
         printf("%-9s all %" PRIu64 " bytes are those of step %" PRIu64 "\n", "pattern",
                checked, info->step);
@@ -168,9 +166,8 @@ static int pull_target(session *s, const common_options *common, const pull_opti
         options.rule = FANIN_STEP_AT_LEAST;
         options.step = (uint64_t)o->min_step;
     }
-    if (telling.lines) {
+    if (telling.lines)
         interrupt_with_output();
-    }
     progress_start(&telling.bar, s->publication, common->quiet != 0,
                    common->no_color != 0);
     telling.waiting = common->quiet ? NULL : waiting_start(s, options.step);
@@ -180,12 +177,10 @@ static int pull_target(session *s, const common_options *common, const pull_opti
             s->client, &options, o->directory, &result, &error);
     waiting_end(&telling.waiting);
     progress_end(&telling.bar);
-    if (is_of_ranks(status)) {
+    if (is_of_ranks(status))
         missing_warn(s);
-    }
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return session_failure(s, "cannot pull", &error);
-    }
     fanin_result_get(result, &info);
     if (o->prove) {
         /* A second list of all tensors is made: not on top of the catalog and the plan. */
@@ -205,9 +200,8 @@ static int pull_check_usage(const session *s, const invocation *line, pull_optio
     bool model = options_is_model(s->publication);
     const char *alien =
         options_given(&line->parsed, model ? "spare-file" : "max-file-bytes");
-    if (!model && o->delta_from != NULL) {
+    if (!model && o->delta_from != NULL)
         alien = "delta-from";
-    }
     if (alien != NULL) {
         return failure_usage(self->name, "--%s is for %s, not for %s", alien,
                              model ? "adapters" : "models (full:R)", s->publication);
@@ -218,20 +212,17 @@ static int pull_check_usage(const session *s, const invocation *line, pull_optio
     }
     const char *out = o->out != NULL ? o->out : line->words[0];
     o->directory = out;
-    if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0) {
+    if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0)
         return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
-    }
     if (o->progress && !line->common.json) {
         return failure_usage(self->name,
                              "--progress is for --json; without it progress "
                              "goes to standard error by itself");
     }
-    if (out == NULL) {
+    if (out == NULL)
         return failure_usage(self->name, "--out DIR is needed");
-    }
-    if (o->step >= 0 && o->min_step >= 0) {
+    if (o->step >= 0 && o->min_step >= 0)
         return failure_usage(self->name, "--step and --min-step exclude each other");
-    }
     return 0;
 }
 
@@ -242,9 +233,8 @@ static int pull_to_directory(session *s, const invocation *line, void *cookie)
     code = code != 0 ? code : pull_check_usage(s, line, o);
     session_be_patient(s, line);
     code = code != 0 ? code : session_reach(s);
-    if (code == 0 && o->prove) {
+    if (code == 0 && o->prove)
         code = demand_pattern(s, &o->pattern);
-    }
     return code != 0 ? code : pull_target(s, &line->common, o);
 }
 

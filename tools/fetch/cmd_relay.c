@@ -107,9 +107,8 @@ static fanin_status follow_launch(cache *c, const relay_options *o, fanin_error 
 {
     size_t dropped;
     fanin_status status = cache_follow_launch(c, &dropped, error);
-    if (dropped > 0) {
+    if (dropped > 0)
         tell_launch(o, c, dropped);
-    }
     return status;
 }
 
@@ -120,18 +119,15 @@ static fanin_status take_next_step(cache *c, relay_options *o, fanin_error *erro
     cache_step done;
     fanin_status status = cache_await(c, LOOK_MS, &step, error);
     bool waits = status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_PAUSED;
-    if (status != FANIN_OK && !waits) {
+    if (status != FANIN_OK && !waits)
         return status;
-    }
-    if (cache_drop_withdrawn(c, &withdrawn)) {
+    if (cache_drop_withdrawn(c, &withdrawn))
         tell_withdrawn(o, withdrawn);
-    }
     /* Also while it waits: the client goes on with a launch that has the world id of the one
        before, whose steps may be earlier ones. */
     fanin_status followed = follow_launch(c, o, error);
-    if (waits || followed != FANIN_OK) {
+    if (waits || followed != FANIN_OK)
         return followed != FANIN_OK ? followed : status;
-    }
     status = cache_pull(c, step, &done, error);
     if (status == FANIN_OK) {
         o->ever = true;
@@ -144,9 +140,8 @@ static fanin_status take_next_step(cache *c, relay_options *o, fanin_error *erro
 static void wait_before_retry(void)
 {
     const struct timespec time = {.tv_sec = AGAIN_MS / 1000};
-    if (!interrupt_requested()) {
+    if (!interrupt_requested())
         nanosleep(&time, NULL);
-    }
 }
 
 static bool is_to_try_again(relay_options *o, fanin_status status)
@@ -184,17 +179,13 @@ static int follow_trainer(cache *c, const invocation *line, relay_options *o)
             connected = status == FANIN_OK;
         }
         status = status != FANIN_OK ? status : take_next_step(c, o, &error);
-        if (cache_is_forbidden(c, &error)) {
+        if (cache_is_forbidden(c, &error))
             return failure_report("nothing is handed on", &error);
-        }
-        if (status == FANIN_OK || status == FANIN_ERR_TIMEOUT ||
-            interrupt_requested()) {
+        if (status == FANIN_OK || status == FANIN_ERR_TIMEOUT || interrupt_requested())
             continue;
-        }
         bool again = is_to_try_again(o, status);
-        if (connected && is_final(o, status, again)) {
+        if (connected && is_final(o, status, again))
             return session_failure(c->session, "cannot keep steps", &error);
-        }
         connected = connected && again;
         tell_trouble(o, &error);
         wait_before_retry();
@@ -246,9 +237,8 @@ static int relay_target(session *s, const invocation *line, void *cookie)
     o->json = line->common.json != 0;
     int code = session_need_run(s);
     code = code != 0 ? code : relay_check_usage(s, o);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     cache c = {.session = s,
                .networks = o->network,
                .place = o->place,
@@ -256,17 +246,14 @@ static int relay_target(session *s, const invocation *line, void *cookie)
                .trust_containers = line->connect.trust_containers != 0,
                .verify = o->verify != 0,
                .n = (size_t)o->keep};
-    if (o->memory != NULL && strcmp(o->memory, "host") != 0) {
+    if (o->memory != NULL && strcmp(o->memory, "host") != 0)
         c.directory = o->memory;
-    }
     c.copies = output_require(calloc(c.n, sizeof c.copies[0]));
-    if (cache_memory_check(c.directory, &error) != FANIN_OK) {
+    if (cache_memory_check(c.directory, &error) != FANIN_OK)
         code = failure_report("cannot keep steps", &error);
-    }
     code = code != 0 ? code : session_reach(s);
-    if (code == 0 && follow_launch(&c, o, &error) != FANIN_OK) {
+    if (code == 0 && follow_launch(&c, o, &error) != FANIN_OK)
         code = session_failure(s, "cannot keep steps", &error);
-    }
     code = code != 0 ? code : follow_trainer(&c, line, o);
     cache_free(&c);
     return code;

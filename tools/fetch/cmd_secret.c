@@ -54,11 +54,10 @@ static int run(const command *self, int argc, const char **argv)
     arguments parsed;
     int code = 0;
     if (options_parse(self, argc, argv, table, &common, &parsed, &code)) {
-        if (parsed.count != 1) {
+        if (parsed.count != 1)
             code = failure_usage(self->name, "give one FILE, which is not there yet");
-        } else {
+        else
             code = secret_make_file(parsed.positional[0]);
-        }
         if (code == 0 && common.json) {
             output_json(
                 output_object("file", output_string(parsed.positional[0]), NULL));

@@ -61,9 +61,8 @@ static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
         const fanin_owner *o = &e->owners[i];
         size_t original = shard_original(e, i);
         char replica[32] = "-";
-        if (original != i) {
+        if (original != i)
             snprintf(replica, sizeof replica, "rank %u", e->owners[original].rank);
-        }
         output_row(table, NULL, output_number(o->rank).s,
                    output_dims(o->offset, e->n_dims).s,
                    output_dims(o->extent, e->n_dims).s, output_number(o->bytes).s,
@@ -80,11 +79,10 @@ static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
 
 static void show_draw(const pictures *asked, const fanin_entry *e)
 {
-    if (asked->map && asked->style.columns < SHARD_MAP_LEAST) {
+    if (asked->map && asked->style.columns < SHARD_MAP_LEAST)
         printf("a picture needs %d columns\n", SHARD_MAP_LEAST);
-    } else if (asked->map) {
+    else if (asked->map)
         shard_map_draw(stdout, e, &asked->style);
-    }
 }
 
 static char *svg_of(const char *key, const fanin_entry *e)
@@ -102,9 +100,8 @@ static bool show_on_entry(void *cookie, const fanin_entry *e)
     shower *s = cookie;
     char key[FANIN_MAX_NAME + 128];
     uint64_t distinct = shard_distinct_bytes(e);
-    if (s->pattern && fnmatch(s->name, e->name, 0) != 0) {
+    if (s->pattern && fnmatch(s->name, e->name, 0) != 0)
         return true;
-    }
     snprintf(key, sizeof key, "%s:%s", s->publication, e->name);
     if (s->keys != NULL) {
         json_array_append_new(s->keys, key_json(key, e, distinct));
@@ -113,9 +110,8 @@ static bool show_on_entry(void *cookie, const fanin_entry *e)
         show_table(key, e, distinct);
         show_draw(s->asked, e);
     }
-    if (s->asked->svg != NULL && s->svg == NULL) {
+    if (s->asked->svg != NULL && s->svg == NULL)
         s->svg = svg_of(key, e);
-    }
     s->found++;
     return true;
 }
@@ -127,13 +123,11 @@ static const char *split_key(const char *key, char run_out[OPTIONS_PUBLICATION])
     run_out[0] = '\0';
     const char *kind = strchr(key, ':');
     const char *end = kind != NULL ? strchr(kind + 1, ':') : NULL;
-    if (end == NULL || end - key >= OPTIONS_PUBLICATION) {
+    if (end == NULL || end - key >= OPTIONS_PUBLICATION)
         return key;
-    }
     snprintf(run_out, OPTIONS_PUBLICATION, "%.*s", (int)(end - key), key);
-    if (options_is_publication(run_out)) {
+    if (options_is_publication(run_out))
         return end + 1;
-    }
     run_out[0] = '\0';
     return key;
 }
@@ -178,9 +172,8 @@ static int show_target(session *s, const char *name, bool json, const pictures *
                              "'nixl-fetch list --run R' shows the names",
                              "no key of %s is like '%s'", s->publication, name);
     }
-    if (status == FANIN_OK && cookie.svg != NULL) {
+    if (status == FANIN_OK && cookie.svg != NULL)
         status = whole_file_write(asked->svg, cookie.svg, strlen(cookie.svg), &error);
-    }
     free(cookie.svg);
     int code;
     if (status != FANIN_OK) {
@@ -215,9 +208,8 @@ static int show_key(session *s, const invocation *line, void *cookie)
                              "--run '%s' is not the run of the key '%s'", line->run,
                              line->words[0]);
     }
-    if (run[0] != '\0') {
+    if (run[0] != '\0')
         code = session_choose_run(s, run);
-    }
     code = code != 0 ? code : session_need_run(s);
     code = code != 0 ? code : session_reach(s);
     return code != 0 ? code : show_target(s, name, line->common.json != 0, asked);

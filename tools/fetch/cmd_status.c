@@ -53,9 +53,8 @@ static const char *last_commit(const look *l, char text[static COMMIT_TEXT])
 
 static void print_relays(const look_rank *r)
 {
-    if (r->n_relays == 0) {
+    if (r->n_relays == 0)
         return;
-    }
     struct libscols_table *table = output_table(
         "RELAY STEP> UNITS> OF> ORIGIN> RELAYS> HANDED> LATE> TAKEN> PLACE");
     for (size_t i = 0; i < r->n_relays; i++) {
@@ -77,19 +76,16 @@ static void print_text(const session *s, const look *l, const problems *p)
     for (size_t i = 0; i < p->count; i++) {
         const problem *one = &p->list[i];
         terminal_print("  %s", one->text);
-        if (i + 1 == p->count || one[1].remedy != one->remedy) { /* once for them all */
+        if (i + 1 == p->count || one[1].remedy != one->remedy) /* once for them all */
             terminal_print("    %s", one->remedy);
-        }
     }
     struct libscols_table *table =
         output_table("RANK> STATE STEP> AGE> LEASES> HELD> STALE> DRAIN>");
-    for (uint32_t i = 0; i < l->count; i++) {
+    for (uint32_t i = 0; i < l->count; i++)
         status_add_row(table, &l->ranks[i]);
-    }
     output_print(table);
-    for (uint32_t i = 0; i < l->count; i++) {
+    for (uint32_t i = 0; i < l->count; i++)
         print_relays(&l->ranks[i]);
-    }
 }
 
 /* 0 or the exit status after a message: there are addresses from here on, whoever answers. */
@@ -114,9 +110,8 @@ static fanin_status take_looks(const session *s, look *l, look_rates *rates,
         poll(NULL, 0, AGAIN_MS);
         status = look_take(s, session_left_ms(s), l, error);
     }
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         look_rates_take(rates, l, clock_ns());
-    }
     return status;
 }
 
@@ -129,9 +124,8 @@ static int status(session *s, const invocation *line, void *cookie)
     problems p;
     int code = session_need_run(s);
     code = code != 0 ? code : reach(s);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     if (take_looks(s, &l, &rates, &error) != FANIN_OK) {
         look_free(&l);
         look_rates_free(&rates);
@@ -139,11 +133,10 @@ static int status(session *s, const invocation *line, void *cookie)
     }
     problems_find(&l, &rates, r->max_age_ms, &p);
     look_rates_free(&rates);
-    if (line->common.json) {
+    if (line->common.json)
         output_json(look_json(s, &l, &p));
-    } else {
+    else
         print_text(s, &l, &p);
-    }
     code = exit_code_of(problems_verdict(&p));
     problems_free(&p);
     look_free(&l);

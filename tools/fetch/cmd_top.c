@@ -78,12 +78,10 @@ static int top_look_again(top *t, session *s)
         problems_free(&found);
     }
     look_free(&l);
-    if (error.status == FANIN_OK) {
+    if (error.status == FANIN_OK)
         return 0;
-    }
-    if (top_is_final(error.status) || interrupt_requested()) {
+    if (top_is_final(error.status) || interrupt_requested())
         return session_failure(s, "no status", &error);
-    }
     if (!t->json) {
         terminal_print("%s: no status: %s%s%s", s->publication, error.message,
                        error.remedy[0] != '\0' ? ": " : "", error.remedy);
@@ -99,11 +97,9 @@ static bool line_comes(void)
     struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
     char c = 0;
     ssize_t n = 1;
-    while (!interrupt_requested() && n > 0 && c != '\n') {
-        if (poll(&input, 1, MOST_MS) > 0) {
+    while (!interrupt_requested() && n > 0 && c != '\n')
+        if (poll(&input, 1, MOST_MS) > 0)
             n = read(STDIN_FILENO, &c, 1);
-        }
-    }
     return c == '\n';
 }
 
@@ -114,9 +110,8 @@ static int top_look(session *s, const invocation *line, void *cookie)
     code = code != 0 ? code : session_need_run(s);
     t->timeout_ms = line->common.timeout_ms;
     t->json = line->common.json != 0;
-    while (code == 0 && line_comes()) {
+    while (code == 0 && line_comes())
         code = top_look_again(t, s);
-    }
     look_rates_free(&t->rates);
     return code != 0               ? code
            : interrupt_requested() ? interrupt_exit_code()
@@ -135,9 +130,8 @@ static int top_become(const command *self, const top *t, const common_options *c
     python_add(&p, output_require(strdup(output_number(t->interval_ms).s)));
     python_add(&p, color ? "color" : "");
     python_add_self(&p);
-    while (*words != NULL) {
+    while (*words != NULL)
         python_add(&p, *words++);
-    }
     return python_become(&p);
 }
 
@@ -155,9 +149,8 @@ static int run(const command *self, int argc, const char **argv)
         POPT_TABLEEND,
     };
     int code;
-    if (getenv(LOOKS) != NULL) {
+    if (getenv(LOOKS) != NULL)
         return session_run(self, argc, argv, &line, table, 0, top_look, &t);
-    }
     if (session_parse(self, &line, argc, argv, table, &code)) {
         code = top_check(&t);
         code = code != 0 ? code : top_become(self, &t, &line.common, argv + 1);

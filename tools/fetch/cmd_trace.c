@@ -24,9 +24,8 @@ static int trace_become(const command *self, const trace_options *o)
     python_add(&p, o->svg);
     python_add(&p, o->merge);
     python_add(&p, pull.s);
-    for (int i = 0; i < o->parsed.count; i++) {
+    for (int i = 0; i < o->parsed.count; i++)
         python_add(&p, o->parsed.positional[i]);
-    }
     return python_become(&p);
 }
 
@@ -45,9 +44,8 @@ static int run(const command *self, int argc, const char **argv)
         POPT_TABLEEND,
     };
     int code = 0;
-    if (options_parse(self, argc, argv, table, &o.common, &o.parsed, &code)) {
+    if (options_parse(self, argc, argv, table, &o.common, &o.parsed, &code))
         code = trace_become(self, &o);
-    }
     options_free(&o.parsed);
     return code;
 }

@@ -80,9 +80,8 @@ static bool read_identity(verifier *v, const json_t *root)
     if (world == NULL || publication == NULL ||
         !read_step(json_object_get(root, "step"), &v->step) ||
         !options_is_publication(publication) ||
-        !output_parse_hex(world, v->world_id, sizeof v->world_id)) {
+        !output_parse_hex(world, v->world_id, sizeof v->world_id))
         return false;
-    }
     snprintf(v->publication, sizeof v->publication, "%s", publication);
     v->dtype = dtype != NULL ? fanin_dtype_from_name(dtype) : 0;
     return dtype == NULL || v->dtype != 0;
@@ -91,9 +90,8 @@ static bool read_identity(verifier *v, const json_t *root)
 static fanin_status load_files(verifier *v, const char *directory, fanin_error *error)
 {
     json_t *identity = tensor_directory_json(directory, IDENTITY, error);
-    if (identity == NULL) {
+    if (identity == NULL)
         return error->status = FANIN_ERR_MISMATCH;
-    }
     bool good = read_identity(v, identity);
     bool configured =
         json_object_get(json_object_get(identity, "files"), config_name(v)) != NULL;
@@ -105,15 +103,13 @@ static fanin_status load_files(verifier *v, const char *directory, fanin_error *
     }
     if (configured || !options_is_model(v->publication)) {
         v->config = tensor_directory_json(directory, config_name(v), error);
-        if (v->config == NULL) {
+        if (v->config == NULL)
             return error->status = FANIN_ERR_MISMATCH;
-        }
     }
     fanin_status status = tensor_directory_open(
         directory, options_is_model(v->publication), &v->files, error);
-    if (status == FANIN_ERR_NOT_FOUND) { /* the directory is there, but not whole */
+    if (status == FANIN_ERR_NOT_FOUND) /* the directory is there, but not whole */
         status = error->status = FANIN_ERR_MISMATCH;
-    }
     return status;
 }
 
@@ -141,11 +137,10 @@ static bool verify_on_entry(void *cookie, const fanin_entry *e)
     verifier *v = cookie;
     char name[FANIN_MAX_NAME + 64];
     const tensor_place *place = NULL;
-    if (options_is_model(v->publication)) {
+    if (options_is_model(v->publication))
         place = tensor_directory_find(&v->files, e->name);
-    } else if (fanin_adapter_name(e->name, name, sizeof name)) {
+    else if (fanin_adapter_name(e->name, name, sizeof name))
         place = tensor_directory_find(&v->files, name);
-    }
     if (place == NULL) {
         mismatch(&v->error, v, e->name, "is not in the file");
         return false;
@@ -233,9 +228,8 @@ static fanin_status ask_config(verifier *v, fanin_error *error)
     options.trust_config = v->trust_config != 0;
     fanin_status status =
         fanin_client_adapter_config(v->session->client, &options, on_config, v, error);
-    if (status == FANIN_OK && v->config != NULL && !v->told) {
+    if (status == FANIN_OK && v->config != NULL && !v->told)
         snprintf(v->difference, sizeof v->difference, "the ranks publish none");
-    }
     return status;
 }
 
@@ -274,9 +268,8 @@ static fanin_status verify_compare(const verifier *v, const whole_tensor *p,
         }
         if (memcmp(piece, ranks, size) != 0) {
             size_t i = 0;
-            while (piece[i] == ranks[i]) {
+            while (piece[i] == ranks[i])
                 i++;
-            }
             char text[128];
             snprintf(text, sizeof text,
                      "differs from byte %" PRIu64
@@ -320,9 +313,8 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
 {
     size_t mapped;
     uint8_t *memory = whole_tensors_memory(bytes, &mapped, error);
-    if (memory == NULL) {
+    if (memory == NULL)
         return error->status;
-    }
     fanin_status status = pull_batch(v, first, end, memory, error);
     const uint8_t *from = memory;
     for (size_t i = first; status == FANIN_OK && i < end; i++) {
@@ -342,10 +334,8 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
     for (size_t first = 0; status == FANIN_OK && first < v->pairs.count;) {
         size_t end = first + 1;
         uint64_t bytes = v->pairs.list[first].bytes;
-        while (end < v->pairs.count &&
-               bytes + v->pairs.list[end].bytes <= BATCH_BYTES) {
+        while (end < v->pairs.count && bytes + v->pairs.list[end].bytes <= BATCH_BYTES)
             bytes += v->pairs.list[end++].bytes;
-        }
         status = interrupt_requested()
                      ? failure_set(error, FANIN_ERR_CANCELLED, "", "interrupted")
                      : verify_batch(v, first, end, bytes, error);
@@ -363,12 +353,10 @@ static void verify_tell(const verifier *v)
 {
     if (v->common->json) {
         json_t *names = json_array();
-        for (size_t i = 0; i < v->files.n_files; i++) {
+        for (size_t i = 0; i < v->files.n_files; i++)
             json_array_append_new(names, output_string(v->files.names[i]));
-        }
-        if (v->config != NULL) {
+        if (v->config != NULL)
             json_array_append_new(names, output_string(config_name(v)));
-        }
         output_json(output_object(
             "result", output_string("equal"), "files", names, "publication",
             output_string(v->publication), "step", output_u64(v->step), "world_id",
@@ -378,14 +366,12 @@ static void verify_tell(const verifier *v)
     }
     printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64,
            v->pairs.count, v->pairs.bytes, v->publication, v->step);
-    if (v->files.n_files == 1) {
+    if (v->files.n_files == 1)
         printf(" (%s)", v->files.names[0]);
-    } else {
+    else
         printf(" (%zu files)", v->files.n_files);
-    }
-    if (v->config != NULL) {
+    if (v->config != NULL)
         printf(", and their configuration (%s)", config_name(v));
-    }
     putchar('\n');
 }
 
@@ -393,17 +379,15 @@ static int verify_target(verifier *v)
 {
     fanin_error error = FANIN_ERROR_INIT;
     int code = session_connect(v->session, session_left_ms(v->session));
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     progress_start(&v->bar, "verify", v->common->quiet != 0, v->common->no_color != 0);
     fanin_status status = verify_all(v, &error);
     progress_end(&v->bar);
     if (status != FANIN_OK) {
         bool moved = status == FANIN_ERR_SUPERSEDED || status == FANIN_ERR_STALE;
-        if (moved) {
+        if (moved)
             snprintf(error.remedy, sizeof error.remedy, "pull again");
-        }
         return failure_report(moved                          ? "stale"
                               : status == FANIN_ERR_MISMATCH ? "not equal"
                                                              : "cannot verify",
@@ -417,9 +401,8 @@ static int verify_directory(verifier *v, const invocation *line)
 {
     session *s = v->session;
     int code = load_directory(v, v->directory);
-    if (code == 0 && line->run == NULL) {
+    if (code == 0 && line->run == NULL)
         code = session_choose_run(s, v->publication);
-    }
     if (code == 0 && strcmp(s->publication, v->publication) != 0) {
         return failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
                              "%s holds %s, not %s", v->directory, v->publication,
@@ -446,9 +429,8 @@ static char *trainer_of(const target *t)
     size_t size = 0;
     FILE *stream = output_require(open_memstream(&text, &size));
     fputs(t->file != NULL ? t->file : "", stream);
-    for (uint32_t i = 0; t->file == NULL && i < t->count; i++) {
+    for (uint32_t i = 0; t->file == NULL && i < t->count; i++)
         fprintf(stream, "%s%s", i > 0 ? "," : "", t->addresses[i]);
-    }
     fclose(stream);
     return output_require(text);
 }
@@ -505,9 +487,8 @@ static int verify_engine(const verifier *v, session *s, const invocation *line)
 static int open_and_verify(session *s, const invocation *line, void *cookie)
 {
     verifier *v = cookie;
-    if (v->engine != NULL) {
+    if (v->engine != NULL)
         return verify_engine(v, s, line);
-    }
     v->session = s;
     v->common = &line->common;
     if (v->dir != NULL && line->words[0] != NULL) {
@@ -515,9 +496,8 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
                              line->words[0]);
     }
     v->directory = v->dir != NULL ? v->dir : line->words[0];
-    if (v->directory == NULL) {
+    if (v->directory == NULL)
         return failure_usage(s->command->name, "--dir DIR is needed");
-    }
     int code = verify_directory(v, line);
     whole_tensors_free(&v->pairs);
     json_decref(v->config);

@@ -39,23 +39,19 @@ static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t n
             "step", output_u64(e->step), "step_newest", output_u64(e->step_newest),
             "spread_ns", output_u64(e->spread_ns), "slowest_rank",
             output_rank(e->slowest_rank), NULL);
-        if (w->any) {
+        if (w->any)
             output_set(o, "since_last_ns", output_u64(now - w->last_ns), NULL);
-        }
         output_json_line(o);
         return;
     }
     printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(clock_unix_ns()).s,
            e->step, output_duration(e->spread_ns).s);
-    if (e->slowest_rank >= 0) {
+    if (e->slowest_rank >= 0)
         printf("  slowest rank %d", (int)e->slowest_rank);
-    }
-    if (e->step_newest != e->step) {
+    if (e->step_newest != e->step)
         printf("  furthest rank at step %" PRIu64, e->step_newest);
-    }
-    if (w->any) {
+    if (w->any)
         printf("  after %s", output_duration(now - w->last_ns).s);
-    }
     putchar('\n');
     fflush(stdout);
 }
@@ -63,9 +59,8 @@ static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t n
 static bool watch_on_event(void *cookie, const fanin_watch_event *event)
 {
     watcher *w = cookie;
-    if (w->any && event->step == w->last_step) {
+    if (w->any && event->step == w->last_step)
         return true; /* the watch was taken up again */
-    }
     uint64_t now = clock_ns();
     print_event(w, event, now);
     w->any = true;
@@ -102,9 +97,8 @@ static int watch_target(session *s, const invocation *line, void *cookie)
     w->left = w->count;
     int code = session_need_run(s);
     code = code != 0 ? code : session_reach(s);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     fanin_status status;
     do {
         uint32_t limit = common->timeout_given ? session_left_ms(s) : UINT32_MAX;

@@ -23,9 +23,8 @@ static const char *name_of(const diff_row *row)
 static size_t count_kind(const diff_report *r, diff_kind kind)
 {
     size_t count = 0;
-    for (size_t i = 0; i < r->count; i++) {
+    for (size_t i = 0; i < r->count; i++)
         count += r->rows[i].kind == kind;
-    }
     return count;
 }
 
@@ -41,17 +40,15 @@ static int by_change(const void *a, const void *b)
         [DIFF_ONLY_A] = 3,  [DIFF_ONLY_B] = 4, [DIFF_SAME] = 5};
     const diff_row *x = a, *y = b;
     double p = change_relative(&x->change), q = change_relative(&y->change);
-    if (places[x->kind] != places[y->kind]) {
+    if (places[x->kind] != places[y->kind])
         return places[x->kind] - places[y->kind];
-    }
     return p != q ? (p < q) - (p > q) : strcmp(name_of(x), name_of(y));
 }
 
 void diff_report_sort(diff_report *r)
 {
-    if (r->count > 0) {
+    if (r->count > 0)
         qsort(r->rows, r->count, sizeof r->rows[0], by_change);
-    }
 }
 
 /* ------------------------------------------------------------------------ sentences */
@@ -61,9 +58,8 @@ static output_text side_text(const diff_side *side)
 {
     output_text text;
     snprintf(text.s, sizeof text.s, "%.120s", side->what);
-    if (side->memory != NULL) {
+    if (side->memory != NULL)
         output_append(text.s, sizeof text.s, ", step %" PRIu64, side->step);
-    }
     return text;
 }
 
@@ -79,9 +75,8 @@ static void add_sentence(json_t *list, const char *format, ...)
     int length = vasprintf(&text, format, arguments);
     va_end(arguments);
     json_array_append_new(list, output_string(length >= 0 ? text : ""));
-    if (length >= 0) {
+    if (length >= 0)
         free(text);
-    }
 }
 
 static void say_special(json_t *list, const diff_report *r, unsigned side, bool nan)
@@ -115,9 +110,8 @@ static void say_changed(json_t *list, const diff_report *r)
     if (changed > 0) {
         double most = change_relative(&r->rows[0].change);
         char size[64] = "from zero, or to or from what is no finite number";
-        if (isfinite(most)) {
+        if (isfinite(most))
             snprintf(size, sizeof size, "by %.3g %% of its norm", 100.0 * most);
-        }
         add_sentence(list, "%zu of %zu tensors changed, the most %s (%s)", changed,
                      both, name_of(&r->rows[0]), size);
     } else if (diff_report_equal(r)) {
@@ -143,9 +137,8 @@ static json_t *summary(const diff_report *r)
     say_changed(list, r);
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
         size_t count = count_kind(r, others[i].kind);
-        if (count > 0) {
+        if (count > 0)
             add_sentence(list, "%zu of the tensors %s", count, others[i].text);
-        }
     }
     for (unsigned side = 0; side < 2; side++) {
         say_special(list, r, side, true);
@@ -179,18 +172,16 @@ static output_text both(const char *a, const char *b)
 {
     output_text text;
     snprintf(text.s, sizeof text.s, "%.90s", a != NULL ? a : b);
-    if (a != NULL && b != NULL && strcmp(a, b) != 0) {
+    if (a != NULL && b != NULL && strcmp(a, b) != 0)
         output_append(text.s, sizeof text.s, " -> %.90s", b);
-    }
     return text;
 }
 
 static output_text counts(const uint64_t of[2])
 {
     output_text text = {""};
-    if (of[0] > 0 || of[1] > 0) {
+    if (of[0] > 0 || of[1] > 0)
         snprintf(text.s, sizeof text.s, "%" PRIu64 " -> %" PRIu64, of[0], of[1]);
-    }
     return text;
 }
 
@@ -228,21 +219,18 @@ void diff_report_print(const diff_report *r, size_t limit)
         terminal_print("%s", json_string_value(value));
     }
     json_decref(sentences);
-    while (differ < r->count && r->rows[differ].kind != DIFF_SAME) {
+    while (differ < r->count && r->rows[differ].kind != DIFF_SAME)
         differ++;
-    }
     if (differ > 0) {
         struct libscols_table *table =
             output_table("WHAT RELATIVE> CHANGED> NORM-A> NORM-B> NORM-OF-CHANGE> "
                          "LARGEST> NAN> INF> DTYPE SHAPE NAME");
-        for (size_t i = 0; i < differ && i < most; i++) {
+        for (size_t i = 0; i < differ && i < most; i++)
             diff_report_add_row(table, &r->rows[i]);
-        }
         output_print(table);
     }
-    if (differ > most) {
+    if (differ > most)
         terminal_print("and %zu more: --limit", differ - most);
-    }
 }
 
 /* ----------------------------------------------------------------------------- JSON */

@@ -34,11 +34,9 @@ static bool is_of_word(char c)
 static bool mentions(const char *text, const char *word)
 {
     size_t size = strlen(word);
-    for (const char *p = text; (p = strstr(p, word)) != NULL; p++) {
-        if ((p == text || !is_of_word(p[-1])) && !is_of_word(p[size])) {
+    for (const char *p = text; (p = strstr(p, word)) != NULL; p++)
+        if ((p == text || !is_of_word(p[-1])) && !is_of_word(p[size]))
             return true;
-        }
-    }
     return false;
 }
 
@@ -50,9 +48,8 @@ static void failure_tell(const char *what, const fanin_error *error)
     terminal_tell("nixl-fetch: %s: %s%s%s%s%s%s", what, why, keyed ? " (key '" : "",
                   keyed ? error->key : "", keyed ? "')" : "",
                   error->remedy[0] != '\0' ? ": " : "", error->remedy);
-    if (!json_wanted) {
+    if (!json_wanted)
         return;
-    }
     output_json_line(failure_json(error));
 }
 
@@ -60,9 +57,8 @@ int failure_report(const char *what, const fanin_error *error)
 {
     failure_tell(what, error);
     /* Ctrl-C reaches the ranks of a bench too: what they do then is not the cause. */
-    if (interrupt_requested()) {
+    if (interrupt_requested())
         return interrupt_exit_code();
-    }
     return exit_code_of(error->status);
 }
 
@@ -107,9 +103,8 @@ int failure_usage(const char *command, const char *format, ...)
     fanin_error error;
     char remedy[64] = "see 'nixl-fetch --help'";
     va_list arguments;
-    if (command != NULL) {
+    if (command != NULL)
         snprintf(remedy, sizeof remedy, "see 'nixl-fetch %s --help'", command);
-    }
     va_start(arguments, format);
     failure_fill(&error, FANIN_ERR_ARGUMENT, remedy, format, arguments);
     va_end(arguments);
@@ -130,9 +125,8 @@ void failure_warn(const char *format, ...)
 int failure_of_output(int code)
 {
     output_flush();
-    if (output_errno() == 0 && !ferror(stdout)) {
+    if (output_errno() == 0 && !ferror(stdout))
         return code;
-    }
     json_wanted = false; /* there is nowhere to */
     return failure_local("cannot write the output", FANIN_ERR_IO,
                          "give standard output a place with room", "%s",

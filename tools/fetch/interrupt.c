@@ -12,9 +12,8 @@ static void interrupt_on_signal(int number)
 {
     requested = number;
     fanin_client *client = atomic_load(&current);
-    if (client != NULL) {
+    if (client != NULL)
         fanin_client_cancel(client);
-    }
     fanin_relay_cancel(atomic_load(&relaying));
 }
 
@@ -31,9 +30,8 @@ void interrupt_install(fanin_client *client)
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     struct sigaction hangup;
-    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN)
         sigaction(SIGHUP, &action, NULL); /* under nohup it is ignored, and stays so */
-    }
     /* A bench blocks both while it starts its ranks. */
     sigset_t set;
     sigemptyset(&set);
@@ -56,9 +54,8 @@ void interrupt_detach(void)
 
 int exit_code_of(fanin_status status)
 {
-    if (status >= 0) {
+    if (status >= 0)
         return 0;
-    }
     int group = -(status / 100);
     return EXIT_GROUP + (group < 1 ? 1 : group > 6 ? 6 : group);
 }

@@ -41,21 +41,18 @@ static void take_relays(const fanin_rank_stats *s, const char *publication,
 {
     for (size_t i = 0; i < s->n_told_relays && r->n_relays < LOOK_RELAYS; i++) {
         const fanin_told_relay *told = s->told_relays[i];
-        if (strcmp(told->publication, publication) != 0) {
+        if (strcmp(told->publication, publication) != 0)
             continue;
-        }
-        if (r->relays == NULL) {
+        if (r->relays == NULL)
             r->relays = output_require(calloc(LOOK_RELAYS, sizeof *r->relays));
-        }
         look_relay *to = &r->relays[r->n_relays++];
         to->told = *told;
         to->told.publication = to->told.address = to->told.place = NULL;
         snprintf(to->address, sizeof to->address, "%s", told->address);
         snprintf(to->place, sizeof to->place, "%s", told->place);
     }
-    if (r->n_relays > 0) {
+    if (r->n_relays > 0)
         qsort(r->relays, r->n_relays, sizeof *r->relays, by_what_is_there);
-    }
 }
 
 static void look_take_stats(const fanin_rank_stats *s, const char *publication,
@@ -83,9 +80,8 @@ static bool look_on_rank(void *cookie, const fanin_rank_info *info,
 {
     gathering *g = cookie;
     look *l = g->out;
-    if (l->count == l->asked) {
+    if (l->count == l->asked)
         return false;
-    }
     look_rank *r = &l->ranks[l->count];
     r->at.rank = missing_number(g->session, info, l->count++);
     r->at.silent = info->silent;
@@ -114,9 +110,8 @@ static void look_name_last(look *l)
         unknown = r->at.rank < 0 ? r : unknown;
         left -= r->at.rank < 0 ? 0 : r->at.rank;
     }
-    if (nobody == 1 && l->count > 1 && left >= 0 && left < l->count) {
+    if (nobody == 1 && l->count > 1 && left >= 0 && left < l->count)
         unknown->at.rank = (int32_t)left;
-    }
 }
 
 fanin_status look_take(const session *s, uint32_t timeout_ms, look *out,
@@ -141,9 +136,8 @@ bool look_answered(const look_rank *r)
 
 void look_free(look *l)
 {
-    for (uint32_t i = 0; l->ranks != NULL && i < l->count; i++) {
+    for (uint32_t i = 0; l->ranks != NULL && i < l->count; i++)
         free(l->ranks[i].relays);
-    }
     free(l->ranks);
     *l = (look){0};
 }
@@ -164,12 +158,10 @@ static unsigned count_sites(const look *l)
         for (size_t k = 0; k < l->ranks[i].n_relays; k++) {
             const look_relay *r = &l->ranks[i].relays[k];
             unsigned at = 0;
-            while (at < n && !is_of_site(found[at], r)) {
+            while (at < n && !is_of_site(found[at], r))
                 at++;
-            }
-            if (at == n && n < LOOK_RELAYS) {
+            if (at == n && n < LOOK_RELAYS)
                 found[n++] = r;
-            }
         }
     }
     return n;
@@ -180,9 +172,8 @@ static output_text look_relays(const look *l)
     output_text text = {""};
     char sites[32] = "";
     unsigned n = count_sites(l);
-    if (n > 1) {
+    if (n > 1)
         snprintf(sites, sizeof sites, " in %u sites", n);
-    }
     uint64_t relays = 0, bytes = 0, left = 0;
     for (uint32_t i = 0; i < l->count; i++) {
         relays += l->ranks[i].stats.relays;
@@ -200,14 +191,12 @@ char *look_summary(const session *s, const look *l, const problems *p)
 {
     char *text;
     uint32_t there = 0;
-    for (uint32_t i = 0; i < l->count; i++) {
+    for (uint32_t i = 0; i < l->count; i++)
         there += look_answered(&l->ranks[i]);
-    }
     if (asprintf(&text, "%s: step %" PRIu64 ", %u of %u ranks answer%s%s",
                  s->publication, l->newest, there, l->asked, look_relays(l).s,
-                 p->count == 0 ? ", nothing is wrong" : "") < 0) {
+                 p->count == 0 ? ", nothing is wrong" : "") < 0)
         output_require(NULL);
-    }
     return text;
 }
 
@@ -220,14 +209,12 @@ static uint64_t look_drain_bound_after(size_t i, uint64_t bound)
 uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent)
 {
     uint64_t all = 0, seen = 0, bound = 100000;
-    for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++) {
+    for (size_t i = 0; i < FANIN_DRAIN_BUCKETS; i++)
         all += s->drain_waits[i];
-    }
     for (size_t i = 0; i < FANIN_DRAIN_BUCKETS && all > 0; i++) {
         seen += s->drain_waits[i];
-        if ((double)seen * 100 >= (double)all * percent) {
+        if ((double)seen * 100 >= (double)all * percent)
             break;
-        }
         bound = look_drain_bound_after(i, bound);
     }
     return all == 0 ? 0 : bound < s->drain_wait_ns_max ? bound : s->drain_wait_ns_max;
@@ -253,9 +240,8 @@ static look_rate rate_of(const look_before *b, const look_rank *r, uint64_t now_
     uint64_t bytes = bytes_of(r);
     if (!look_answered(r) || !r->stats.counted || !b->known || now_ns <= b->at_ns ||
         strcmp(b->address, r->at.address) != 0 || pulls_of(r) < b->pulls ||
-        bytes < b->bytes) {
+        bytes < b->bytes)
         return (look_rate){0};
-    }
     return (look_rate){
         .known = true, .bytes = bytes - b->bytes, .ns = now_ns - b->at_ns};
 }
@@ -280,9 +266,8 @@ void look_rates_take(look_rates *r, const look *l, uint64_t now_ns)
     for (uint32_t i = 0; i < l->count; i++) {
         const look_rank *rank = &l->ranks[i];
         r->list[i] = rate_of(&r->before[i], rank, now_ns);
-        if (look_answered(rank)) {
+        if (look_answered(rank))
             look_remember(&r->before[i], rank, now_ns);
-        }
     }
 }
 
@@ -373,18 +358,16 @@ static json_t *rank_json(const look_rank *r)
                    output_age_ns(r->is.update_age_ms), "reason",
                    output_string(r->reason), NULL);
     }
-    if (look_answered(r) && r->stats.counted) {
+    if (look_answered(r) && r->stats.counted)
         add_counts(o, r);
-    }
     return o;
 }
 
 json_t *look_json(const session *s, const look *l, const problems *p)
 {
     json_t *ranks = json_array(), *list = json_array();
-    for (uint32_t i = 0; i < l->count; i++) {
+    for (uint32_t i = 0; i < l->count; i++)
         json_array_append_new(ranks, rank_json(&l->ranks[i]));
-    }
     for (size_t i = 0; i < p->count; i++) {
         json_array_append_new(
             list, output_object("kind", output_string(p->list[i].kind), "rank",

@@ -34,9 +34,8 @@ static bool mapping_wrong(const reading *r, const char *field, const char *what)
 static const char *text(const reading *r, const json_t *object, const char *field)
 {
     const char *value = json_string_value(json_object_get(object, field));
-    if (value == NULL) {
+    if (value == NULL)
         mapping_wrong(r, field, "is no string");
-    }
     return value;
 }
 
@@ -44,9 +43,8 @@ static bool mapping_number(const reading *r, const json_t *value, const char *fi
                            uint64_t *out)
 {
     if (!json_is_integer(value) || json_integer_value(value) < 0 ||
-        (uint64_t)json_integer_value(value) >= MOST) {
+        (uint64_t)json_integer_value(value) >= MOST)
         return mapping_wrong(r, field, "is no integer from 0 on");
-    }
     *out = (uint64_t)json_integer_value(value);
     return true;
 }
@@ -55,14 +53,11 @@ static bool numbers(const reading *r, const json_t *object, const char *field,
                     uint32_t count, uint64_t out[FANIN_MAX_DIMS])
 {
     const json_t *list = json_object_get(object, field);
-    if (!json_is_array(list) || json_array_size(list) != count) {
+    if (!json_is_array(list) || json_array_size(list) != count)
         return mapping_wrong(r, field, "does not have a number for each dimension");
-    }
-    for (uint32_t d = 0; d < count; d++) {
-        if (!mapping_number(r, json_array_get(list, d), field, &out[d])) {
+    for (uint32_t d = 0; d < count; d++)
+        if (!mapping_number(r, json_array_get(list, d), field, &out[d]))
             return false;
-        }
-    }
     return true;
 }
 
@@ -71,9 +66,8 @@ static bool mapping_read_shape(const reading *r, const json_t *object, uint32_t 
                                uint64_t out[FANIN_MAX_DIMS])
 {
     size_t count = json_array_size(json_object_get(object, "shape"));
-    if (count > FANIN_MAX_DIMS) {
+    if (count > FANIN_MAX_DIMS)
         return mapping_wrong(r, "shape", "has more than 8 dimensions");
-    }
     *n_dims = (uint32_t)count;
     return numbers(r, object, "shape", *n_dims, out);
 }
@@ -81,9 +75,8 @@ static bool mapping_read_shape(const reading *r, const json_t *object, uint32_t 
 static bool read_dtype(const reading *r, const json_t *object, fanin_dtype *out)
 {
     const char *name = text(r, object, "dtype");
-    if (name == NULL) {
+    if (name == NULL)
         return false;
-    }
     *out = fanin_dtype_from_name(name);
     return *out != 0 || mapping_wrong(r, "dtype", "is no element type");
 }
@@ -100,14 +93,12 @@ static uint64_t span_of(uint32_t n_dims, const uint64_t *extent, const uint64_t 
 {
     uint64_t span = mapping_size_of(dtype);
     for (uint32_t d = 0; d < n_dims; d++) {
-        if (extent[d] == 0) {
+        if (extent[d] == 0)
             return 0;
-        }
         uint64_t reach;
         if (__builtin_mul_overflow(extent[d] - 1, stride[d], &reach) ||
-            __builtin_add_overflow(span, reach, &span) || span >= MOST) {
+            __builtin_add_overflow(span, reach, &span) || span >= MOST)
             return UINT64_MAX;
-        }
     }
     return span;
 }
@@ -120,9 +111,8 @@ static bool mapping_read_box(const reading *r, const json_t *from,
     if (!numbers(r, from, "offset", s->n_dims, out->offset) ||
         !numbers(r, from, "extent", s->n_dims, out->extent) ||
         !numbers(r, from, "stride", s->n_dims, stride) ||
-        !mapping_number(r, json_object_get(from, "at"), "at", &out->at)) {
+        !mapping_number(r, json_object_get(from, "at"), "at", &out->at))
         return false;
-    }
     uint64_t size = mapping_size_of(t->dtype);
     bool whole = out->at % size == 0;
     for (uint32_t d = 0; d < s->n_dims; d++) {
@@ -131,16 +121,14 @@ static bool mapping_read_box(const reading *r, const json_t *from,
             return mapping_wrong(r, "offset",
                                  "and extent are not inside of the source's shape");
         }
-        if (out->extent[d] > 1 && stride[d] == 0) {
+        if (out->extent[d] > 1 && stride[d] == 0)
             return mapping_wrong(r, "stride", "writes elements over each other");
-        }
         whole = whole && stride[d] % size == 0;
         out->stride[d] = (int64_t)stride[d];
     }
     uint64_t span = span_of(s->n_dims, out->extent, stride, t->dtype);
-    if (span > t->span || out->at > t->span - span) {
+    if (span > t->span || out->at > t->span - span)
         return mapping_wrong(r, "at", "and stride end after the tensor");
-    }
     return whole || mapping_wrong(r, "at", "and stride are not of whole elements");
 }
 
@@ -158,23 +146,19 @@ static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
     const json_t *boxes = json_object_get(from, "boxes");
     out->name = text(r, from, "name");
     if (out->name == NULL || !read_dtype(r, from, &out->dtype) ||
-        !mapping_read_shape(r, from, &out->n_dims, out->shape)) {
+        !mapping_read_shape(r, from, &out->n_dims, out->shape))
         return false;
-    }
-    if (!mapping_fits(out->dtype, t->dtype)) {
+    if (!mapping_fits(out->dtype, t->dtype))
         return mapping_wrong(r, "dtype", "does not become that of the parameter");
-    }
-    if (json_array_size(boxes) == 0) {
+    if (json_array_size(boxes) == 0)
         return mapping_wrong(r, "boxes", "is empty");
-    }
     out->n_boxes = json_array_size(boxes);
     out->boxes = output_require(calloc(out->n_boxes, sizeof out->boxes[0]));
     for (size_t i = 0; i < out->n_boxes; i++) {
         uint64_t elements = 1;
         output_append(r->where, sizeof r->where, ".boxes[%zu]", i);
-        if (!mapping_read_box(r, json_array_get(boxes, i), out, t, &out->boxes[i])) {
+        if (!mapping_read_box(r, json_array_get(boxes, i), out, t, &out->boxes[i]))
             return false;
-        }
         r->where[length] = '\0';
         bool large = false;
         for (uint32_t d = 0; d < out->n_dims; d++) {
@@ -183,9 +167,8 @@ static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
                 elements >= MOST || large;
         }
         all += elements;
-        if (large || all >= MOST) {
+        if (large || all >= MOST)
             return mapping_wrong(r, "boxes", "are larger than any memory");
-        }
     }
     return true;
 }
@@ -198,23 +181,19 @@ static bool read_tensor(reading *r, const json_t *from, mapping_tensor *out)
     if (out->name == NULL || text(r, from, "role") == NULL ||
         !read_dtype(r, from, &out->dtype) ||
         !mapping_read_shape(r, from, &out->n_dims, out->shape) ||
-        !numbers(r, from, "stride", out->n_dims, out->stride)) {
+        !numbers(r, from, "stride", out->n_dims, out->stride))
         return false;
-    }
     out->span = span_of(out->n_dims, out->shape, out->stride, out->dtype);
-    if (out->span == UINT64_MAX) {
+    if (out->span == UINT64_MAX)
         return mapping_wrong(r, "shape", "and stride are larger than any memory");
-    }
-    if (json_is_string(json_object_get(from, "own")) && json_array_size(sources) > 0) {
+    if (json_is_string(json_object_get(from, "own")) && json_array_size(sources) > 0)
         return mapping_wrong(r, "", "is the engine's own and has sources");
-    }
     out->n_sources = json_array_size(sources);
     out->sources = output_require(calloc(out->n_sources + 1, sizeof out->sources[0]));
     for (size_t i = 0; i < out->n_sources; i++) {
         output_append(r->where, sizeof r->where, ".sources[%zu]", i);
-        if (!read_source(r, json_array_get(sources, i), out, &out->sources[i])) {
+        if (!read_source(r, json_array_get(sources, i), out, &out->sources[i]))
             return false;
-        }
         r->where[length] = '\0';
     }
     return true;
@@ -226,26 +205,21 @@ static bool read_module(reading *r, const json_t *from, mapping_module *out)
     const json_t *tensors = json_object_get(from, "tensors");
     const json_t *fallback = json_object_get(from, "fallback");
     out->path = text(r, from, "path");
-    if (out->path == NULL || text(r, from, "class") == NULL) {
+    if (out->path == NULL || text(r, from, "class") == NULL)
         return false;
-    }
     if (fallback != NULL) {
         out->fallback = text(r, fallback, "why");
-        if (out->fallback == NULL ||
-            !json_is_array(json_object_get(fallback, "taken"))) {
+        if (out->fallback == NULL || !json_is_array(json_object_get(fallback, "taken")))
             return mapping_wrong(r, "fallback", "does not say why, and what is taken");
-        }
     }
-    if (!json_is_array(tensors)) {
+    if (!json_is_array(tensors))
         return mapping_wrong(r, "tensors", "is no list");
-    }
     out->n_tensors = json_array_size(tensors);
     out->tensors = output_require(calloc(out->n_tensors + 1, sizeof out->tensors[0]));
     for (size_t i = 0; i < out->n_tensors; i++) {
         output_append(r->where, sizeof r->where, ".tensors[%zu]", i);
-        if (!read_tensor(r, json_array_get(tensors, i), &out->tensors[i])) {
+        if (!read_tensor(r, json_array_get(tensors, i), &out->tensors[i]))
             return false;
-        }
         r->where[length] = '\0';
     }
     return true;
@@ -267,21 +241,17 @@ static bool check_about(reading *r, const json_t *root)
 {
     const json_t *published = json_object_get(root, "published");
     uint64_t count;
-    if (!has_text(r, root, "", "format")) {
+    if (!has_text(r, root, "", "format"))
         return false;
-    }
-    if (strcmp(json_string_value(json_object_get(root, "format")), FORMAT) != 0) {
+    if (strcmp(json_string_value(json_object_get(root, "format")), FORMAT) != 0)
         return mapping_wrong(r, "format", "is not \"" FORMAT "\"");
-    }
     if (!has_text(r, root, "engine", "name") ||
         !has_text(r, root, "engine", "version") || !has_text(r, root, "", "model") ||
-        !has_text(r, root, "published", "digest")) {
+        !has_text(r, root, "published", "digest"))
         return false;
-    }
     if (!json_is_object(json_object_get(root, "ranks")) ||
-        !json_is_array(json_object_get(published, "unwanted"))) {
+        !json_is_array(json_object_get(published, "unwanted")))
         return mapping_wrong(r, "", "lacks \"ranks\" or \"published.unwanted\"");
-    }
     return mapping_number(r, json_object_get(published, "count"), "published.count",
                           &count);
 }
@@ -289,19 +259,16 @@ static bool check_about(reading *r, const json_t *root)
 static bool mapping_read_all(reading *r, mapping_file *m)
 {
     const json_t *modules = json_object_get(m->root, "modules");
-    if (!check_about(r, m->root)) {
+    if (!check_about(r, m->root))
         return false;
-    }
-    if (!json_is_array(modules)) {
+    if (!json_is_array(modules))
         return mapping_wrong(r, "modules", "is no list");
-    }
     m->n_modules = json_array_size(modules);
     m->modules = output_require(calloc(m->n_modules + 1, sizeof m->modules[0]));
     for (size_t i = 0; i < m->n_modules; i++) {
         snprintf(r->where, sizeof r->where, "modules[%zu]", i);
-        if (!read_module(r, json_array_get(modules, i), &m->modules[i])) {
+        if (!read_module(r, json_array_get(modules, i), &m->modules[i]))
             return false;
-        }
     }
     return true;
 }
@@ -314,9 +281,8 @@ static json_t *mapping_load(const char *path, fanin_error *error)
     if (descriptor < 0 || fstat(descriptor, &st) != 0 || !S_ISREG(st.st_mode)) {
         int reason = errno;
         bool there = descriptor >= 0;
-        if (there) {
+        if (there)
             close(descriptor);
-        }
         failure_set(error,
                     !there && reason == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
                     "give the file of a mapping", "%.300s: %s", path,
@@ -338,18 +304,16 @@ fanin_status mapping_read(const char *path, mapping_file *out, fanin_error *erro
 {
     reading r = {.path = path, .error = error};
     *out = (mapping_file){.root = mapping_load(path, error)};
-    if (out->root != NULL && mapping_read_all(&r, out)) {
+    if (out->root != NULL && mapping_read_all(&r, out))
         return FANIN_OK;
-    }
     mapping_free(out);
     return error->status;
 }
 
 static void free_tensor(mapping_tensor *t)
 {
-    for (size_t i = 0; t->sources != NULL && i < t->n_sources; i++) {
+    for (size_t i = 0; t->sources != NULL && i < t->n_sources; i++)
         free(t->sources[i].boxes);
-    }
     free(t->sources);
 }
 
@@ -357,9 +321,8 @@ void mapping_free(mapping_file *m)
 {
     for (size_t i = 0; m->modules != NULL && i < m->n_modules; i++) {
         mapping_module *module = &m->modules[i];
-        for (size_t j = 0; module->tensors != NULL && j < module->n_tensors; j++) {
+        for (size_t j = 0; module->tensors != NULL && j < module->n_tensors; j++)
             free_tensor(&module->tensors[j]);
-        }
         free(module->tensors);
     }
     free(m->modules);

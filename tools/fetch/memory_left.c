@@ -33,9 +33,8 @@ static uint64_t number_behind(const char *path, const char *word, uint64_t none)
             found = end > row + size ? value : none;
         }
     }
-    if (stream != NULL) {
+    if (stream != NULL)
         fclose(stream);
-    }
     return found;
 }
 
@@ -54,9 +53,8 @@ static uint64_t cgroup_left(const char *folder, const cgroup_files *files)
         uint64_t one = number_in(folder, files->limits[i], "", UINT64_MAX);
         limit = one < limit ? one : limit;
     }
-    if (limit == UINT64_MAX) {
+    if (limit == UINT64_MAX)
         return limit;
-    }
     uint64_t used = number_in(folder, files->used, "", 0);
     for (size_t i = 0; i < 2; i++) {
         uint64_t cached = number_in(folder, "memory.stat", files->cached[i], 0);
@@ -79,9 +77,8 @@ static void look_at_groups(const char *top, char *group, const cgroup_files *fil
                      group[0] != '\0' ? group : "/");
         }
         char *slash = strrchr(group, '/');
-        if (slash == NULL) {
+        if (slash == NULL)
             return;
-        }
         *slash = '\0';
     }
 }
@@ -89,9 +86,8 @@ static void look_at_groups(const char *top, char *group, const cgroup_files *fil
 static bool names_memory(char *controllers)
 {
     bool named = false;
-    for (char *one; !named && (one = strsep(&controllers, ",")) != NULL;) {
+    for (char *one; !named && (one = strsep(&controllers, ",")) != NULL;)
         named = strcmp(one, "memory") == 0;
-    }
     return named;
 }
 
@@ -103,9 +99,8 @@ static void look_at_row(char *row, const char *sys, memory_left *left)
     char *rest = row;
     (void)strsep(&rest, ":");
     char *controllers = strsep(&rest, ":");
-    if (rest == NULL || rest[0] != '/') {
+    if (rest == NULL || rest[0] != '/')
         return;
-    }
     rest[rest[1] == '\0' ? 0 : strlen(rest)] = '\0';
     bool second = controllers[0] == '\0';
     if (second || names_memory(controllers)) {
@@ -122,11 +117,9 @@ memory_left memory_left_find(const char *proc, const char *sys)
     left.bytes = kib * 1024;
     snprintf(path, sizeof path, "%s/self/cgroup", proc);
     FILE *stream = fopen(path, "re");
-    while (stream != NULL && fgets(row, sizeof row, stream) != NULL) {
+    while (stream != NULL && fgets(row, sizeof row, stream) != NULL)
         look_at_row(row, sys, &left);
-    }
-    if (stream != NULL) {
+    if (stream != NULL)
         fclose(stream);
-    }
     return left;
 }

@@ -30,9 +30,8 @@ static bool missing_on_rank(void *cookie, const fanin_rank_info *info)
     gathering *g = cookie;
     missing *m = g->out;
     int32_t rank = missing_number(g->session, info, g->index++);
-    if (rank >= 0 && (uint32_t)rank < m->asked) {
+    if (rank >= 0 && (uint32_t)rank < m->asked)
         g->there[rank] = true;
-    }
     if (info->status != FANIN_OK) {
         missing_rank *one = &m->ranks[m->count++];
         *one = (missing_rank){
@@ -52,11 +51,9 @@ static void missing_name_last(missing *m, const bool *there)
         nobody += m->ranks[i].rank < 0;
         unknown = m->ranks[i].rank < 0 ? &m->ranks[i] : unknown;
     }
-    for (uint32_t rank = 0; nobody == 1 && rank < m->asked; rank++) {
-        if (!there[rank]) {
+    for (uint32_t rank = 0; nobody == 1 && rank < m->asked; rank++)
+        if (!there[rank])
             unknown->rank = (int32_t)rank;
-        }
-    }
 }
 
 void missing_gather(const session *s, missing *out)
@@ -65,9 +62,8 @@ void missing_gather(const session *s, missing *out)
     gathering g = {.session = s, .out = out};
     out->ranks = output_require(calloc(out->asked, sizeof out->ranks[0]));
     g.there = output_require(calloc(out->asked, sizeof g.there[0]));
-    if (fanin_client_ranks(s->client, missing_on_rank, &g, NULL) == FANIN_OK) {
+    if (fanin_client_ranks(s->client, missing_on_rank, &g, NULL) == FANIN_OK)
         missing_name_last(out, g.there);
-    }
     free(g.there);
 }
 
@@ -80,11 +76,10 @@ void missing_free(missing *m)
 missing_text missing_name(const missing_rank *r)
 {
     missing_text text;
-    if (r->rank >= 0) {
+    if (r->rank >= 0)
         snprintf(text.s, sizeof text.s, "rank %d", (int)r->rank);
-    } else {
+    else
         snprintf(text.s, sizeof text.s, "rank at %s", r->address);
-    }
     return text;
 }
 
@@ -123,9 +118,8 @@ json_t *missing_json(const missing *m)
 
 int missing_report(const missing *m)
 {
-    if (m->count == 0) {
+    if (m->count == 0)
         return 0;
-    }
     const missing_rank *first = &m->ranks[0];
     fanin_error error;
     char what[96];
@@ -175,9 +169,8 @@ static output_text list_of(const uint32_t *numbers, size_t count)
     output_require(list);
     if (size > LIST_MOST) {
         size = LIST_MOST;
-        while (list[size] != ',') {
+        while (list[size] != ',')
             size--;
-        }
         snprintf(text.s, sizeof text.s, "%.*s,... (%zu)", (int)size, list, count);
     } else {
         snprintf(text.s, sizeof text.s, "%s", list);
@@ -204,12 +197,10 @@ static bool append_group(const fanin_rank_state *ranks, size_t count, size_t fir
                   found > 1 ? "ranks" : "rank", list_of(numbers, found).s,
                   rank_state_name(ranks[first].state));
     free(numbers);
-    if (ranks[first].step > 0) {
+    if (ranks[first].step > 0)
         output_append(group, sizeof group, " at step %" PRIu64, ranks[first].step);
-    }
-    if (age > 0) {
+    if (age > 0)
         output_append(group, sizeof group, " for %s", output_age(age).s);
-    }
     bool fits = strlen(out) + strlen(group) + sizeof "; ..." <= size;
     output_append(out, size, "%s", fits ? group : "; ...");
     return fits;
@@ -232,9 +223,8 @@ void rank_states_text(const fanin_rank_state *ranks, size_t count, char *out,
     bool fits = true;
     for (size_t i = 0; i < count && fits; i++) {
         size_t first = 0;
-        while (!rank_states_alike(&sorted[first], &sorted[i])) {
+        while (!rank_states_alike(&sorted[first], &sorted[i]))
             first++;
-        }
         fits = first < i || append_group(sorted, count, i, out, size);
     }
     free(sorted);

@@ -18,9 +18,8 @@ static FILE *listing; /**< NULL: command lines are read */
 
 const command *command_find(const command *const *all, const char *name)
 {
-    while (*all != NULL && strcmp((*all)->name, name) != 0) {
+    while (*all != NULL && strcmp((*all)->name, name) != 0)
         all++;
-    }
     return *all;
 }
 
@@ -129,20 +128,17 @@ bool options_duration(const char *text, uint32_t *ms_out)
     } units[] = {{"", 1e3},  {"ms", 1},    {"s", 1e3},
                  {"m", 6e4}, {"min", 6e4}, {"h", 3.6e6}};
     char *end;
-    if (!isdigit((unsigned char)text[0]) && text[0] != '.') {
+    if (!isdigit((unsigned char)text[0]) && text[0] != '.')
         return false;
-    }
     errno = 0;
     double value = strtod(text, &end);
-    if (errno != 0 || end == text) {
+    if (errno != 0 || end == text)
         return false;
-    }
     for (size_t i = 0; i < sizeof units / sizeof units[0]; i++) {
         if (strcmp(end, units[i].suffix) == 0) {
             double ms = ceil(value * units[i].ms);
-            if (!(ms >= 1.0 && ms <= 3.6e9)) {
+            if (!(ms >= 1.0 && ms <= 3.6e9))
                 return false;
-            }
             *ms_out = (uint32_t)ms;
             return true;
         }
@@ -157,9 +153,8 @@ static size_t distance(const char *a, const char *b)
     static size_t rows[3][OPTIONS_NEAREST_LENGTH + 1];
     size_t n = strlen(a);
     size_t m = strlen(b);
-    for (size_t j = 0; j <= m; j++) {
+    for (size_t j = 0; j <= m; j++)
         rows[0][j] = j;
-    }
     for (size_t i = 1; i <= n; i++) {
         size_t *row = rows[i % 3];
         const size_t *above = rows[(i + 2) % 3];
@@ -170,9 +165,8 @@ static size_t distance(const char *a, const char *b)
             best = above[j] + 1 < best ? above[j] + 1 : best;
             best = row[j - 1] + 1 < best ? row[j - 1] + 1 : best;
             if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] &&
-                before[j - 2] + 1 < best) {
+                before[j - 2] + 1 < best)
                 best = before[j - 2] + 1;
-            }
             row[j] = best;
         }
     }
@@ -184,20 +178,17 @@ bool options_nearer(const char *word, const char *name, size_t *best)
     size_t n = strlen(word);
     size_t m = strlen(name);
     size_t least = n > m ? n - m : m - n;
-    if (n > OPTIONS_NEAREST_LENGTH || m > OPTIONS_NEAREST_LENGTH) {
+    if (n > OPTIONS_NEAREST_LENGTH || m > OPTIONS_NEAREST_LENGTH)
         return false;
-    }
     if (*best == 0) { /* the first: what is still a typo */
         size_t most = 3 + n / 8;
         *best = n / 2 + 1 < most ? n / 2 + 1 : most;
     }
-    if (least >= *best) {
+    if (least >= *best)
         return false;
-    }
     size_t d = distance(word, name);
-    if (d >= *best) {
+    if (d >= *best)
         return false;
-    }
     *best = d > 0 ? d : 1;
     return true;
 }
@@ -206,11 +197,9 @@ const char *options_nearest(const char *word, const char *const *names)
 {
     const char *nearest = NULL;
     size_t best = 0;
-    for (; *names != NULL; names++) {
-        if (options_nearer(word, *names, &best)) {
+    for (; *names != NULL; names++)
+        if (options_nearer(word, *names, &best))
             nearest = *names;
-        }
-    }
     return nearest;
 }
 
@@ -233,9 +222,8 @@ static void flatten(struct poptOption *table, flat_table *flat)
         if ((table->argInfo & POPT_ARG_MASK) == POPT_ARG_INCLUDE_TABLE) {
             flatten(table->arg, flat);
         } else {
-            if (flat->count == MAX_OPTIONS) {
+            if (flat->count == MAX_OPTIONS)
                 abort(); /* no command line does that: a table has grown */
-            }
             flat->options[flat->count++] = table;
         }
     }
@@ -245,9 +233,8 @@ static bool is_among(const char *name, const char *names)
 {
     for (size_t length; *names != '\0'; names += length + (names[length] == ' ')) {
         length = strcspn(names, " ");
-        if (strlen(name) == length && strncmp(name, names, length) == 0) {
+        if (strlen(name) == length && strncmp(name, names, length) == 0)
             return true;
-        }
     }
     return false;
 }
@@ -259,9 +246,8 @@ static const char *find_given(const arguments *parsed, const char *names, bool a
     flatten(parsed->table, &flat);
     for (size_t i = 0; i < flat.count; i++) {
         const char *name = flat.options[i]->longName;
-        if (parsed->given[i] && is_among(name, names) == among) {
+        if (parsed->given[i] && is_among(name, names) == among)
             return name;
-        }
     }
     return NULL;
 }
@@ -311,11 +297,10 @@ static bool set_number(const command *self, const struct poptOption *option,
         }
         return false;
     }
-    if ((option->argInfo & POPT_ARG_MASK) == POPT_ARG_INT) {
+    if ((option->argInfo & POPT_ARG_MASK) == POPT_ARG_INT)
         *(int *)option->arg = (int)value;
-    } else {
+    else
         *(long long *)option->arg = value;
-    }
     return true;
 }
 
@@ -332,9 +317,8 @@ static int options_bad_option(const command *self, const flat_table *flat,
     if (code == POPT_ERROR_BADOPT && strncmp(option, "--", 2) == 0) {
         const char *names[MAX_OPTIONS + 1] = {NULL};
         char word[64];
-        for (size_t i = 0; i < flat->count; i++) {
+        for (size_t i = 0; i < flat->count; i++)
             names[i] = flat->options[i]->longName;
-        }
         snprintf(word, sizeof word, "%s", option + 2);
         word[strcspn(word, "=")] = '\0';
         const char *nearest = options_nearest(word, names);
@@ -368,9 +352,8 @@ static bool resolve_timeout(const command *self, common_options *common)
         text = getenv("NIXL_FETCH_TIMEOUT");
         source = "NIXL_FETCH_TIMEOUT";
     }
-    if (text == NULL || (text[0] == '\0' && !common->timeout_given)) {
+    if (text == NULL || (text[0] == '\0' && !common->timeout_given))
         return true;
-    }
     if (!options_duration(text, &common->timeout_ms)) {
         failure_usage(self->name, "%s '%s' is no time such as 500ms, 30s or 2m", source,
                       text);
@@ -390,9 +373,8 @@ static void split_table(const flat_table *flat, struct poptOption *out)
             out[i].argInfo = POPT_ARG_STRING;
             out[i].arg = NULL;
         }
-        if (out[i].val == 0) {
+        if (out[i].val == 0)
             out[i].val = OPTION_FIRST + (int)i;
-        }
     }
     out[flat->count] = (struct poptOption)POPT_TABLEEND;
 }
@@ -438,11 +420,9 @@ static int options_read_options(const command *self, const flat_table *flat,
 
 void options_expect_json(int argc, const char *const *argv)
 {
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0) {
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0)
             failure_use_json(true);
-        }
-    }
 }
 
 bool options_parse(const command *self, int argc, const char **argv,
@@ -492,9 +472,8 @@ static void free_value(const struct poptOption *option)
         *text = NULL;
     } else if (kind == POPT_ARG_ARGV) {
         char ***list = option->arg;
-        for (char **p = *list; p != NULL && *p != NULL; p++) {
+        for (char **p = *list; p != NULL && *p != NULL; p++)
             free(*p);
-        }
         free(*list);
         *list = NULL;
     }
@@ -503,15 +482,12 @@ static void free_value(const struct poptOption *option)
 void options_free(arguments *parsed)
 {
     flat_table flat = {.count = 0};
-    if (parsed->context != NULL) {
+    if (parsed->context != NULL)
         parsed->context = poptFreeContext(parsed->context);
-    }
-    if (parsed->table != NULL) {
+    if (parsed->table != NULL)
         flatten(parsed->table, &flat);
-    }
-    for (size_t i = 0; i < flat.count; i++) {
+    for (size_t i = 0; i < flat.count; i++)
         free_value(flat.options[i]);
-    }
     parsed->table = NULL;
 }
 
@@ -536,14 +512,11 @@ fanin_dtype options_dtype(const char *text)
     };
     char upper[32];
     size_t i;
-    for (i = 0; i < sizeof aliases / sizeof aliases[0]; i++) {
-        if (strcasecmp(text, aliases[i].alias) == 0) {
+    for (i = 0; i < sizeof aliases / sizeof aliases[0]; i++)
+        if (strcasecmp(text, aliases[i].alias) == 0)
             return fanin_dtype_from_name(aliases[i].name);
-        }
-    }
-    for (i = 0; text[i] != '\0' && i + 1 < sizeof upper; i++) {
+    for (i = 0; text[i] != '\0' && i + 1 < sizeof upper; i++)
         upper[i] = (char)toupper((unsigned char)text[i]);
-    }
     upper[i] = '\0';
     return fanin_dtype_from_name(upper);
 }
@@ -579,9 +552,8 @@ bool options_is_publication(const char *word)
 bool options_publication(const char *run, char out[OPTIONS_PUBLICATION])
 {
     bool whole = options_has_kind(run);
-    if (!options_run_valid(whole ? run + KIND : run)) {
+    if (!options_run_valid(whole ? run + KIND : run))
         return false;
-    }
     snprintf(out, OPTIONS_PUBLICATION, "%s%s", whole ? "" : "lora:", run);
     return true;
 }

@@ -29,9 +29,8 @@ void *output_require(void *memory)
 
 void *output_room(void *items, size_t count, size_t *capacity, size_t item_size)
 {
-    if (count < *capacity) {
+    if (count < *capacity)
         return items;
-    }
     *capacity = *capacity > 0 ? 2 * *capacity : 64;
     return output_require(realloc(items, *capacity * item_size));
 }
@@ -58,9 +57,8 @@ static void set_cell(struct libscols_line *line, size_t column, const char *text
     size_t size = 0;
     FILE *stream = output_require(open_memstream(&safe, &size));
     terminal_put(stream, text);
-    if (fclose(stream) != 0 || scols_line_set_data(line, column, safe) != 0) {
+    if (fclose(stream) != 0 || scols_line_set_data(line, column, safe) != 0)
         output_require(NULL);
-    }
     free(safe);
 }
 
@@ -72,9 +70,8 @@ struct libscols_line *output_row(struct libscols_table *table,
     va_start(cells, parent);
     for (size_t i = 0; i < scols_table_get_ncols(table); i++) {
         const char *text = va_arg(cells, const char *);
-        if (text != NULL) {
+        if (text != NULL)
             set_cell(line, i, text);
-        }
     }
     va_end(cells);
     return line;
@@ -83,9 +80,8 @@ struct libscols_line *output_row(struct libscols_table *table,
 void output_flush(void)
 {
     errno = 0;
-    if (fflush(stdout) != 0 && write_errno == 0) {
+    if (fflush(stdout) != 0 && write_errno == 0)
         write_errno = errno;
-    }
 }
 
 int output_errno(void)
@@ -123,17 +119,14 @@ void output_json_line(json_t *object)
 
 json_t *output_string(const char *text)
 {
-    if (text == NULL || text[0] == '\0') {
+    if (text == NULL || text[0] == '\0')
         return json_null();
-    }
     json_t *value = json_string(text);
     if (value == NULL) {
         char *copy = output_require(strdup(text));
-        for (char *p = copy; *p != '\0'; p++) {
-            if ((unsigned char)*p >= 0x80) {
+        for (char *p = copy; *p != '\0'; p++)
+            if ((unsigned char)*p >= 0x80)
                 *p = '?';
-            }
-        }
         value = output_require(json_string(copy));
         free(copy);
     }
@@ -164,17 +157,15 @@ json_t *output_age_ns(uint64_t ms)
 json_t *output_list(const uint64_t *values, size_t count)
 {
     json_t *list = json_array();
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         json_array_append_new(list, output_u64(values[i]));
-    }
     return list;
 }
 
 static void set_all(json_t *object, const char *name, va_list values)
 {
-    for (; name != NULL; name = va_arg(values, const char *)) {
+    for (; name != NULL; name = va_arg(values, const char *))
         json_object_set_new(object, name, va_arg(values, json_t *));
-    }
 }
 
 json_t *output_object(const char *name, ...)
@@ -214,13 +205,12 @@ output_text output_duration(uint64_t ns)
 {
     output_text text;
     double value = (double)ns;
-    if (ns < 1000000) {
+    if (ns < 1000000)
         snprintf(text.s, sizeof text.s, "%.1f us", value / 1e3);
-    } else if (ns < 10000000000) {
+    else if (ns < 10000000000)
         snprintf(text.s, sizeof text.s, "%.2f ms", value / 1e6);
-    } else {
+    else
         snprintf(text.s, sizeof text.s, "%.2f s", value / 1e9);
-    }
     return text;
 }
 
@@ -236,9 +226,8 @@ output_text output_age(uint64_t ms)
                  {UINT64_MAX, 86400000, "d"}};
     output_text text = {"-"};
     size_t i = 0;
-    while (ms >= units[i].below && units[i].below != UINT64_MAX) {
+    while (ms >= units[i].below && units[i].below != UINT64_MAX)
         i++;
-    }
     if (ms > 0) {
         snprintf(text.s, sizeof text.s, "%" PRIu64 " %s", ms / units[i].unit,
                  units[i].name);
@@ -251,11 +240,10 @@ output_text output_rate(uint64_t bytes, uint64_t ns)
     output_text text = {"-"};
     if (ns > 0) {
         double rate = (double)bytes / (double)ns;
-        if (rate >= 1.0) {
+        if (rate >= 1.0)
             snprintf(text.s, sizeof text.s, "%.2f GB/s", rate);
-        } else {
+        else
             snprintf(text.s, sizeof text.s, "%.1f MB/s", rate * 1e3);
-        }
     }
     return text;
 }
@@ -298,36 +286,31 @@ void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
                    size_t count)
 {
     for (size_t i = 0, end; i < count; i = end) {
-        for (end = i + 1; end < count && numbers[end] == numbers[end - 1] + 1;) {
+        for (end = i + 1; end < count && numbers[end] == numbers[end - 1] + 1;)
             end++;
-        }
         fprintf(stream, "%s%u", i > 0 ? separator : "", numbers[i]);
-        if (end > i + 1) {
+        if (end > i + 1)
             fprintf(stream, "-%u", numbers[end - 1]);
-        }
     }
 }
 
 static int hex_digit(char c)
 {
-    if (c >= '0' && c <= '9') {
+    if (c >= '0' && c <= '9')
         return c - '0';
-    }
     c = (char)(c | 0x20);
     return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
 }
 
 bool output_parse_hex(const char *text, uint8_t *bytes, size_t size)
 {
-    if (strlen(text) != 2 * size) {
+    if (strlen(text) != 2 * size)
         return false;
-    }
     for (size_t i = 0; i < size; i++) {
         int high = hex_digit(text[2 * i]);
         int low = hex_digit(text[2 * i + 1]);
-        if (high < 0 || low < 0) {
+        if (high < 0 || low < 0)
             return false;
-        }
         bytes[i] = (uint8_t)(high << 4 | low);
     }
     return true;
@@ -350,13 +333,11 @@ void terminal_put(FILE *stream, const char *text)
         bool hidden;
         size_t size = utf8_next((const char *)p, &hidden);
         bool good = size > 0 && !hidden;
-        for (size_t i = 0; i < (size > 0 ? size : 1); i++, p++) {
-            if (good) {
+        for (size_t i = 0; i < (size > 0 ? size : 1); i++, p++)
+            if (good)
                 fputc(*p, stream);
-            } else {
+            else
                 fprintf(stream, "\\x%02x", *p);
-            }
-        }
     }
 }
 
@@ -366,9 +347,8 @@ static void put_formatted(FILE *stream, const char *format, va_list arguments)
 static void put_formatted(FILE *stream, const char *format, va_list arguments)
 {
     char *text = NULL;
-    if (vasprintf(&text, format, arguments) < 0) {
+    if (vasprintf(&text, format, arguments) < 0)
         return;
-    }
     terminal_put(stream, text);
     fputc('\n', stream);
     free(text);
@@ -396,9 +376,8 @@ void terminal_tell(const char *format, ...)
     size_t size = 0;
     fflush(stdout);
     FILE *stream = open_memstream(&line, &size);
-    if (stream == NULL) {
+    if (stream == NULL)
         return;
-    }
     va_list arguments;
     va_start(arguments, format);
     put_formatted(stream, format, arguments);
@@ -406,9 +385,8 @@ void terminal_tell(const char *format, ...)
     if (fclose(stream) == 0) {
         for (size_t done = 0; done < size;) {
             ssize_t n = write(STDERR_FILENO, line + done, size - done);
-            if (n < 0 && errno != EINTR) {
+            if (n < 0 && errno != EINTR)
                 break; /* nobody can be told */
-            }
             done += n > 0 ? (size_t)n : 0;
         }
     }

@@ -54,9 +54,8 @@ void pattern_fill(void *out, uint64_t start, uint64_t offset, size_t size)
         uint64_t value = word(start, index + i);
         memcpy(to + 8 * i, &value, 8);
     }
-    if (size % 8 != 0) {
+    if (size % 8 != 0)
         part(to + 8 * words, start, index + words, 0, size % 8);
-    }
 }
 
 /* Plain comparison of a piece that is known to differ, or is short. */
@@ -67,11 +66,9 @@ static size_t compare_bytes(const uint8_t *bytes, uint64_t start, uint64_t offse
     for (size_t done = 0; done < size;) {
         size_t n = size - done < sizeof expected ? size - done : sizeof expected;
         pattern_fill(expected, start, offset + done, n);
-        for (size_t i = 0; i < n; i++) {
-            if (bytes[done + i] != expected[i]) {
+        for (size_t i = 0; i < n; i++)
+            if (bytes[done + i] != expected[i])
                 return done + i;
-            }
-        }
         done += n;
     }
     return size;
@@ -82,13 +79,11 @@ size_t pattern_compare(const void *bytes, uint64_t start, uint64_t offset, size_
     enum { BLOCK = 512 }; /* words without a branch */
     const uint8_t *from = bytes;
     size_t done = (8 - offset % 8) % 8;
-    if (done > size) {
+    if (done > size)
         done = size;
-    }
     size_t wrong = compare_bytes(from, start, offset, done);
-    if (wrong < done) {
+    if (wrong < done)
         return wrong;
-    }
     while (size - done >= 8) {
         size_t words = (size - done) / 8 < BLOCK ? (size - done) / 8 : BLOCK;
         uint64_t index = (offset + done) / 8;
@@ -98,9 +93,8 @@ size_t pattern_compare(const void *bytes, uint64_t start, uint64_t offset, size_
             memcpy(&value, from + done + 8 * i, 8);
             difference |= value ^ word(start, index + i);
         }
-        if (difference != 0) {
+        if (difference != 0)
             return done + compare_bytes(from + done, start, offset + done, 8 * words);
-        }
         done += 8 * words;
     }
     return done + compare_bytes(from + done, start, offset + done, size - done);
@@ -115,9 +109,8 @@ static uint16_t bf16_of(uint32_t bits)
 {
     uint32_t kept = bits >> 16;
     uint32_t lost = bits & 0xffff;
-    if ((bits & 0x7f800000) == 0x7f800000 && (bits & 0x7fffff) != 0) {
+    if ((bits & 0x7f800000) == 0x7f800000 && (bits & 0x7fffff) != 0)
         return (uint16_t)((kept & 0x8000) | 0x7fc0);
-    }
     /* The next one up is the next number in size, the infinite one last. */
     return (uint16_t)(kept + (lost > 0x8000 || (lost == 0x8000 && kept % 2 != 0)));
 }
@@ -128,15 +121,12 @@ static uint16_t f16_of(uint32_t bits)
     uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
     int exponent = (int)(bits >> 23 & 0xff) - 127;
     uint32_t mantissa = bits & 0x7fffff;
-    if (exponent == 128) {
+    if (exponent == 128)
         return (uint16_t)(sign | (mantissa != 0 ? 0x7e00 : 0x7c00));
-    }
-    if (exponent > 15) {
+    if (exponent > 15)
         return (uint16_t)(sign | 0x7c00);
-    }
-    if (exponent < -25) {
+    if (exponent < -25)
         return sign;
-    }
     double value = ldexp(1.0 + (double)mantissa / 8388608.0, exponent);
     int unit = exponent < -14 ? -24 : exponent - 10;
     uint32_t count = (uint32_t)nearbyint(ldexp(value, -unit));

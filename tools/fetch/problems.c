@@ -65,9 +65,8 @@ static const struct {
 static const char *remedy_of(const char *kind)
 {
     size_t i = 0;
-    while (strcmp(remedies[i].kind, kind) != 0) {
+    while (strcmp(remedies[i].kind, kind) != 0)
         i++;
-    }
     return remedies[i].remedy;
 }
 
@@ -105,9 +104,8 @@ static void judge_missing(problems *p, const look_rank *r)
         problems_add(p, NO_ANSWER, r, "no-answer", status, "%s does not answer%s: %s",
                      name.s, r->at.silent ? " (stopped?)" : "", r->at.message);
     }
-    if (r->at.silent) {
+    if (r->at.silent)
         p->list[p->count - 1].remedy = remedy_of("silent");
-    }
 }
 
 /* What it is at, unless it publishes a step. */
@@ -169,12 +167,10 @@ static void judge_step(problems *p, const look *l, const look_rank *r,
 /* A holder of several ranks' leases is told once, by its oldest. */
 static bool told_already(const problems *p, const char *text_begin)
 {
-    for (size_t i = 0; i < p->count; i++) {
+    for (size_t i = 0; i < p->count; i++)
         if (p->list[i].weight == LEASE &&
-            strncmp(p->list[i].text, text_begin, strlen(text_begin)) == 0) {
+            strncmp(p->list[i].text, text_begin, strlen(text_begin)) == 0)
             return true;
-        }
-    }
     return false;
 }
 
@@ -226,9 +222,8 @@ static void judge_slow(problems *p, const look *l, const look_rates *rates)
 {
     uint32_t through, last = find_last(l, &through);
     if (last >= rates->count || last == l->count || !rates->list[last].known ||
-        rates->list[last].bytes > 0) {
+        rates->list[last].bytes > 0)
         return;
-    }
     const look_rank *slow = &l->ranks[last];
     problems_add(
         p, SLOW, slow, "slow", FANIN_OK,
@@ -278,18 +273,15 @@ void problems_find(const look *l, const look_rates *rates, uint64_t max_age_ms,
     }
     judge_slow(out, l, rates);
     judge_stale(out, l);
-    if (out->count > 0) {
+    if (out->count > 0)
         qsort(out->list, out->count, sizeof *out->list, by_weight);
-    }
 }
 
 fanin_status problems_verdict(const problems *p)
 {
-    for (size_t i = 0; i < p->count; i++) {
-        if (p->list[i].status != FANIN_OK) {
+    for (size_t i = 0; i < p->count; i++)
+        if (p->list[i].status != FANIN_OK)
             return p->list[i].status;
-        }
-    }
     return FANIN_OK;
 }
 

@@ -58,9 +58,8 @@ static void progress_text(const progress_state *at, progress_parts parts, char *
         append_waited_for(at->waits_for, parts == PROGRESS_LEFT, out, size);
         return;
     }
-    if (parts >= PROGRESS_RATE) {
+    if (parts >= PROGRESS_RATE)
         output_append(out, size, ", %s", output_rate(at->done, at->spent_ns).s);
-    }
     if (parts == PROGRESS_LEFT && at->done > 0 && at->total >= at->done) {
         double rest =
             (double)at->spent_ns / (double)at->done * (double)(at->total - at->done);
@@ -79,12 +78,10 @@ void progress_line(const char *what, const progress_state *at, int columns, bool
     int parts = PROGRESS_LEFT;
     columns--; /* the last one would wrap some terminals */
     progress_text(at, (progress_parts)parts, numbers, sizeof numbers);
-    while (parts > PROGRESS_SHARE && name + (int)strlen(numbers) > columns) {
+    while (parts > PROGRESS_SHARE && name + (int)strlen(numbers) > columns)
         progress_text(at, (progress_parts)--parts, numbers, sizeof numbers);
-    }
-    if (name + (int)strlen(numbers) > columns) {
+    if (name + (int)strlen(numbers) > columns)
         name = 0;
-    }
     int room = columns - name - (int)strlen(numbers) - FRAME + 1;
     if (name == 0 || room < NARROWEST_BAR) {
         snprintf(out, size, "%s%s%.*s", name > 0 ? what : "", name > 0 ? " " : "",
@@ -113,14 +110,12 @@ void progress_update(progress *p, uint64_t done, uint64_t total,
 {
     uint64_t now = clock_ns();
     char text[PROGRESS_TEXT];
-    if (done < p->last_done) { /* the pull began anew */
+    if (done < p->last_done) /* the pull began anew */
         p->started_ns = now;
-    }
     p->last_done = done;
     uint64_t pause = p->bar ? (p->shown ? BAR_EVERY_MS : BAR_AFTER_MS) : LINE_EVERY_MS;
-    if (p->off || (now - p->printed_ns) / 1000000 < pause) {
+    if (p->off || (now - p->printed_ns) / 1000000 < pause)
         return;
-    }
     const progress_state at = {done, total, now - p->started_ns, waits_for};
     if (p->bar) {
         progress_line(p->what, &at, terminal_columns(), p->color, text, sizeof text);
@@ -221,9 +216,8 @@ static void *waiting_run(void *cookie)
     while (pause_ms(w, TELL_EVERY_MS)) {
         w->own.end_ns = deadline_in_ms(ASK_MS);
         connected = connected || session_try(&w->own, &error) == FANIN_OK;
-        if (connected) {
+        if (connected)
             waiting_tell(w);
-        }
     }
     return NULL;
 }
@@ -231,9 +225,8 @@ static void *waiting_run(void *cookie)
 static void destroy(waiting *w)
 {
     fanin_client_destroy(&w->own.client);
-    if (w->ended >= 0) {
+    if (w->ended >= 0)
         close(w->ended);
-    }
     free(w);
 }
 
@@ -245,9 +238,8 @@ waiting *waiting_start(const session *s, uint64_t step)
     config.path = FANIN_PATH_AUTO;
     config.log = NULL;
     config.log_cookie = NULL;
-    if (w == NULL) {
+    if (w == NULL)
         return NULL;
-    }
     w->session = s;
     w->own.target = s->target; /* the session's; it outlives the thread */
     w->step = step > 0 ? step : 1;
@@ -263,17 +255,15 @@ waiting *waiting_start(const session *s, uint64_t step)
 
 void waiting_hush(waiting *w)
 {
-    if (w != NULL) {
+    if (w != NULL)
         atomic_store(&w->hushed, true);
-    }
 }
 
 void waiting_end(waiting **w_inout)
 {
     waiting *w = *w_inout;
-    if (w == NULL) {
+    if (w == NULL)
         return;
-    }
     (void)eventfd_write(w->ended, 1);
     waiting_hush(w);
     fanin_client_cancel(w->own.client);

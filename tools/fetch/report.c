@@ -43,9 +43,8 @@ static bool moves_bytes(const report_phase *phase)
 
 static json_t *checksums_json(const fanin_result_info *info)
 {
-    if (info->transport_checksums == FANIN_CHECKSUMS_LOCAL) {
+    if (info->transport_checksums == FANIN_CHECKSUMS_LOCAL)
         return json_string("local");
-    }
     return json_boolean(info->transport_checksums == FANIN_CHECKSUMS_ALL);
 }
 
@@ -71,9 +70,8 @@ static json_t *ranks_of(const fanin_result_info *info)
 json_t *report_json(const fanin_result_info *info)
 {
     json_t *phases = json_object();
-    for (const report_phase *p = report_phases; p->name != NULL; p++) {
+    for (const report_phase *p = report_phases; p->name != NULL; p++)
         output_set(phases, p->name, output_u64(report_phase_ns(info, p)), NULL);
-    }
     json_t *object = output_object(
         "step", output_u64(info->step), "world_id", output_digits(info->world_id),
         "bytes", output_u64(info->bytes), "tensors", output_u64(info->tensors), "reads",
@@ -110,11 +108,9 @@ static void print_group(const json_t *ranks, const json_t *rank)
     size_t count = json_array_size(ranks);
     uint32_t *alike = output_require(calloc(count, sizeof *alike));
     size_t n = 0;
-    for (size_t i = 0; i < count; i++) {
-        if (same_path(json_array_get(ranks, i), rank)) {
+    for (size_t i = 0; i < count; i++)
+        if (same_path(json_array_get(ranks, i), rank))
             alike[n++] = (uint32_t)i;
-        }
-    }
     fputs("ranks ", stdout);
     output_ranges(stdout, ", ", alike, n);
     free(alike);
@@ -126,9 +122,8 @@ static void print_paths(const fanin_result_info *info)
     json_t *ranks = ranks_of(info);
     size_t count = json_array_size(ranks);
     bool one = true;
-    for (size_t i = 1; i < count; i++) {
+    for (size_t i = 1; i < count; i++)
         one = one && same_path(json_array_get(ranks, i), json_array_get(ranks, 0));
-    }
     if (one) {
         const char *reason = info->path_reason != NULL ? info->path_reason : "";
         terminal_print("%-9s %s%s%s", "path", fanin_path_name(info->path),
@@ -137,9 +132,8 @@ static void print_paths(const fanin_result_info *info)
     for (size_t i = 0; !one && i < count; i++) {
         const json_t *rank = json_array_get(ranks, i);
         size_t earlier = 0;
-        while (earlier < i && !same_path(json_array_get(ranks, earlier), rank)) {
+        while (earlier < i && !same_path(json_array_get(ranks, earlier), rank))
             earlier++;
-        }
         if (earlier == i) {
             printf("%-9s %s, ", i == 0 ? "path" : "", report_text_of(rank, "path"));
             print_group(ranks, rank);
@@ -161,23 +155,19 @@ void report_print(const fanin_result_info *info)
     if (!info->reused) {
         print_paths(info);
         printf("%-9s %s\n", "checksums", checksums_text(info));
-        if (info->verified) {
+        if (info->verified)
             printf("%-9s the ranks hold what has landed\n", "verified");
-        }
         printf("%-9s %" PRIu64 "\n", "reads", info->reads);
     }
-    if (info->restarts > 0) {
+    if (info->restarts > 0)
         printf("%-9s %u, %u of them stale\n", "restarts", info->restarts, info->stale);
-    }
     for (const report_phase *p = report_phases; p->name != NULL; p++) {
         uint64_t ns = report_phase_ns(info, p);
-        if (ns == 0) {
+        if (ns == 0)
             continue;
-        }
         printf("%-9s %12s", p->name, output_duration(ns).s);
-        if (moves_bytes(p) && !info->reused) {
+        if (moves_bytes(p) && !info->reused)
             printf("  %12s", output_rate(info->bytes, ns).s);
-        }
         putchar('\n');
     }
 }

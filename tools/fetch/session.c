@@ -28,9 +28,8 @@ typedef struct search {
 static bool suggest_on_entry(void *cookie, const fanin_entry *entry)
 {
     search *s = cookie;
-    if (options_nearer(s->word, entry->name, &s->best)) {
+    if (options_nearer(s->word, entry->name, &s->best))
         snprintf(s->nearest, sizeof s->nearest, "%s", entry->name);
-    }
     return true;
 }
 
@@ -39,9 +38,8 @@ static bool lists(const char *all, const char *name)
     size_t size = strlen(name);
     for (const char *p = all; (p = strstr(p, name)) != NULL; p += size) {
         bool begins = p == all || p[-1] == ' ';
-        if (begins && (p[size] == '\0' || p[size] == ',')) {
+        if (begins && (p[size] == '\0' || p[size] == ','))
             return true;
-        }
     }
     return false;
 }
@@ -50,16 +48,14 @@ static bool suggest_on_publication(void *cookie, const fanin_publication_info *i
 {
     search *s = cookie;
     const char *run = options_run_of(info->name);
-    if (lists(s->all, run)) {
+    if (lists(s->all, run))
         return true;
-    }
     if (strlen(s->all) + strlen(run) + 3 < sizeof s->all) {
         output_append(s->all, sizeof s->all, "%s%s", s->all[0] != '\0' ? ", " : "",
                       run);
     }
-    if (options_nearer(s->word, run, &s->best)) {
+    if (options_nearer(s->word, run, &s->best))
         snprintf(s->nearest, sizeof s->nearest, "%s", run);
-    }
     return true;
 }
 
@@ -73,9 +69,8 @@ static void suggest(const session *s, const char *name, fanin_error *error)
     fanin_error ignored = FANIN_ERROR_INIT;
     search keys = {.word = name};
     search runs = {.word = s->run};
-    if (error->status != FANIN_ERR_NOT_FOUND) {
+    if (error->status != FANIN_ERR_NOT_FOUND)
         return;
-    }
     if (name != NULL &&
         fanin_client_catalog(s->client, s->publication, NULL, PATIENCE_MS,
                              suggest_on_entry, &keys, &ignored) == FANIN_OK) {
@@ -86,9 +81,8 @@ static void suggest(const session *s, const char *name, fanin_error *error)
         return;
     }
     if (fanin_client_list(s->client, PATIENCE_MS, suggest_on_publication, &runs,
-                          &ignored) != FANIN_OK) {
+                          &ignored) != FANIN_OK)
         return;
-    }
     if (runs.nearest[0] != '\0' && strcmp(runs.nearest, s->run) != 0) {
         snprintf(error->remedy, sizeof error->remedy, "did you mean the run '%.64s'?",
                  runs.nearest);
@@ -101,18 +95,16 @@ static void suggest(const session *s, const char *name, fanin_error *error)
 int session_trace_start(const char *file)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (file == NULL || fanin_trace_start(file, &error) == FANIN_OK) {
+    if (file == NULL || fanin_trace_start(file, &error) == FANIN_OK)
         return 0;
-    }
     return failure_report("cannot trace", &error);
 }
 
 int session_trace_stop(const char *file, int code)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (file == NULL || fanin_trace_stop(&error) == FANIN_OK || code != 0) {
+    if (file == NULL || fanin_trace_stop(&error) == FANIN_OK || code != 0)
         return code;
-    }
     return failure_report("the trace is not whole", &error);
 }
 
@@ -138,9 +130,8 @@ static void session_drop(void *cookie, fanin_log_level level, const char *event,
 fanin_log_fn session_log_of(const common_options *common)
 {
     const char *choice = getenv("FANIN_LOG");
-    if (common->quiet) {
+    if (common->quiet)
         return session_drop;
-    }
     return common->verbose || choice == NULL || choice[0] == '\0' ? session_log : NULL;
 }
 
@@ -165,9 +156,8 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
 const char *session_default_target(void)
 {
     const char *text = getenv("NIXL_FETCH_SERVERS");
-    if (text == NULL || text[0] == '\0') {
+    if (text == NULL || text[0] == '\0')
         text = getenv("FANIN_TRAINER");
-    }
     return text;
 }
 
@@ -188,9 +178,8 @@ static int configure(session *s, const invocation *line)
     config->streams_per_rank = (uint32_t)connect->streams;
     config->server_name = connect->server_name;
     CREDENTIALS_GIVE(config, &connect->credentials);
-    if (common->timeout_ms < config->connect_timeout_ms) {
+    if (common->timeout_ms < config->connect_timeout_ms)
         config->connect_timeout_ms = common->timeout_ms;
-    }
     if (connect->path != NULL) {
         config->path = fanin_path_from_name(connect->path);
         if (config->path < 0) {
@@ -199,9 +188,8 @@ static int configure(session *s, const invocation *line)
                 "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
                 connect->path);
         }
-        if (config->no_ucx && strcmp(connect->path, "rdma") == 0) {
+        if (config->no_ucx && strcmp(connect->path, "rdma") == 0)
             return failure_usage(s->command->name, "--no-ucx excludes --path rdma");
-        }
     }
     if (connect->world_id != NULL &&
         !target_world_id(connect->world_id, config->world_id)) {
@@ -217,17 +205,14 @@ static int configure(session *s, const invocation *line)
 static void demand(session *s, const connect_options *connect)
 {
     fanin_client_config *config = &s->config;
-    if (connect->server_name == NULL) {
+    if (connect->server_name == NULL)
         config->server_name = s->target.server_name;
-    }
-    if (connect->world_id == NULL) {
+    if (connect->world_id == NULL)
         memcpy(config->world_id, s->target.world_id, sizeof config->world_id);
-    }
     /* An option says more than the environment, which says more than the target file. */
     if (config->secret_file == NULL && getenv("FANIN_SECRET_FILE") == NULL &&
-        config->tls_cert == NULL && getenv("FANIN_TLS_CERT") == NULL) {
+        config->tls_cert == NULL && getenv("FANIN_TLS_CERT") == NULL)
         config->secret_file = s->target.secret_file;
-    }
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 
@@ -249,21 +234,18 @@ void session_be_patient(session *s, const invocation *line)
     enum { HOUR_MS = 3600000 };
     const char *environment = getenv("NIXL_FETCH_TIMEOUT");
     if (options_is_model(s->publication) && !line->common.timeout_given &&
-        (environment == NULL || environment[0] == '\0')) {
+        (environment == NULL || environment[0] == '\0'))
         s->end_ns = deadline_in_ms(HOUR_MS);
-    }
 }
 
 int session_choose_run(session *s, const char *run)
 {
     char choices[TARGET_CHOICES];
     run = run != NULL ? run : target_choose(&s->target, choices);
-    if (run == NULL) {
+    if (run == NULL)
         return 0;
-    }
-    if (!options_publication(run, s->publication)) {
+    if (!options_publication(run, s->publication))
         return failure_usage(s->command->name, "run '%s' is not " OPTIONS_RUNS, run);
-    }
     snprintf(s->run, sizeof s->run, "%s", options_run_of(s->publication));
     return 0;
 }
@@ -271,9 +253,8 @@ int session_choose_run(session *s, const char *run)
 int session_need_run(const session *s)
 {
     char choices[TARGET_CHOICES];
-    if (s->publication[0] != '\0') {
+    if (s->publication[0] != '\0')
         return 0;
-    }
     (void)target_choose(&s->target, choices);
     return failure_usage(s->command->name,
                          "%s names several publications, give one of %s",
@@ -289,13 +270,11 @@ int session_start(session *s, const command *self, const invocation *line,
                    .target_text = target_text,
                    .end_ns = deadline_in_ms(line->common.timeout_ms)};
     char publication[OPTIONS_PUBLICATION];
-    if (line->run != NULL && !options_publication(line->run, publication)) {
+    if (line->run != NULL && !options_publication(line->run, publication))
         return failure_usage(self->name, "--run '%s' is not " OPTIONS_RUNS, line->run);
-    }
     int code = configure(s, line);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     if (target_parse(target_text, (uint32_t)world_size, &s->target, &error) !=
         FANIN_OK) {
         code = failure_report("cannot use the target", &error);
@@ -304,15 +283,13 @@ int session_start(session *s, const command *self, const invocation *line,
                    : code;
     }
     code = session_choose_run(s, run);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     demand(s, &line->connect);
     s->config.partial = self->of_some && s->target.count == 1 && world_size == 0 &&
                         s->target.file == NULL;
-    if (fanin_client_create(&s->config, &s->client, &error) != FANIN_OK) {
+    if (fanin_client_create(&s->config, &s->client, &error) != FANIN_OK)
         return failure_report("cannot make a client", &error);
-    }
     interrupt_install(s->client);
     return 0;
 }
@@ -320,11 +297,9 @@ int session_start(session *s, const command *self, const invocation *line,
 /* A rank that never answered has not said which one it is; the target's order says it. */
 static void place_rank(const session *s, fanin_error *error)
 {
-    for (uint32_t i = 0; s->target.in_rank_order && i < s->target.count; i++) {
-        if (error->rank < 0 && strcmp(s->target.addresses[i], error->address) == 0) {
+    for (uint32_t i = 0; s->target.in_rank_order && i < s->target.count; i++)
+        if (error->rank < 0 && strcmp(s->target.addresses[i], error->address) == 0)
             error->rank = (int32_t)i;
-        }
-    }
 }
 
 /* The size of the ranks' world, if the error is that others were asked for; 0: it is not. */
@@ -371,11 +346,10 @@ static bool would_take_all(const session *s, unsigned size, fanin_error *error)
         status = fanin_client_connect(client, addresses, s->target.count,
                                       session_left_ms(s), &why);
     }
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = fanin_client_ranks(client, session_on_rank, &left, &why);
-    } else if (status == FANIN_ERR_WORLD) {
+    else if (status == FANIN_ERR_WORLD)
         *error = why;
-    }
     interrupt_install(s->client);
     fanin_client_destroy(&client);
     return status == FANIN_OK && !left.some && !interrupt_requested();
@@ -384,9 +358,8 @@ static bool would_take_all(const session *s, unsigned size, fanin_error *error)
 /* Makes the remedy of a WORLD error one for the words on the command line. */
 static void explain_world(const session *s, fanin_error *error)
 {
-    if (error->status != FANIN_ERR_WORLD || s->demanding) {
+    if (error->status != FANIN_ERR_WORLD || s->demanding)
         return; /* what an option demands the remedy speaks of */
-    }
     unsigned size = other_size(error);
     if (s->target.file != NULL) {
         output_append(
@@ -424,9 +397,8 @@ static fanin_status session_connect_to(const session *s, bool all, uint32_t time
     const char *const *addresses = (const char *const *)s->target.addresses;
     fanin_status status = (all ? fanin_client_connect : fanin_client_connect_any)(
         s->client, addresses, s->target.count, timeout_ms, error);
-    if (status == FANIN_ERR_TIMEOUT) {
+    if (status == FANIN_ERR_TIMEOUT)
         status = error->status = FANIN_ERR_UNREACHABLE;
-    }
     return status;
 }
 
@@ -446,9 +418,8 @@ int session_reach(const session *s)
 int session_connect(const session *s, uint32_t timeout_ms)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (session_connect_to(s, true, timeout_ms, &error) != FANIN_OK) {
+    if (session_connect_to(s, true, timeout_ms, &error) != FANIN_OK)
         return session_failure(s, "cannot connect", &error);
-    }
     missing_warn(s);
     return 0;
 }
@@ -466,9 +437,8 @@ fanin_status session_renew(session *s, const invocation *line, fanin_error *erro
     const connect_options *connect = &line->connect;
     fanin_status status =
         target_parse(s->target_text, (uint32_t)connect->world_size, &next, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     session_disconnect(s);
     target_free(&s->target);
     s->target = next;
@@ -476,9 +446,8 @@ fanin_status session_renew(session *s, const invocation *line, fanin_error *erro
     demand(s, connect);
     s->end_ns = deadline_in_ms(line->common.timeout_ms);
     status = fanin_client_create(&s->config, &s->client, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     interrupt_install(s->client);
     return session_try(s, error);
 }
@@ -495,12 +464,10 @@ bool session_take_run(const command *self, invocation *line, int *at_out)
     arguments *parsed = &line->parsed;
     int at = 0;
     *at_out = -1;
-    while (at < parsed->count && !options_is_publication(parsed->positional[at])) {
+    while (at < parsed->count && !options_is_publication(parsed->positional[at]))
         at++;
-    }
-    if (at == parsed->count) {
+    if (at == parsed->count)
         return true;
-    }
     const char *word = parsed->positional[at];
     char given[OPTIONS_PUBLICATION];
     if (line->run != NULL &&
@@ -525,23 +492,20 @@ static const char *session_begin(const command *self, invocation *line, int argc
                                  const char **argv, struct poptOption *table, int words,
                                  int *status_out)
 {
-    if (!session_parse(self, line, argc, argv, table, status_out)) {
+    if (!session_parse(self, line, argc, argv, table, status_out))
         return NULL;
-    }
     const char *text = session_default_target();
     int first = 0;
     int run_at;
     *status_out = EXIT_USAGE;
-    if (!session_take_run(self, line, &run_at)) {
+    if (!session_take_run(self, line, &run_at))
         return NULL;
-    }
     if (run_at != 0 && line->parsed.count > words) {
         text = line->parsed.positional[0];
         first = 1;
     }
-    if (line->parsed.count > first + words && self->takes_directory) {
+    if (line->parsed.count > first + words && self->takes_directory)
         words++;
-    }
     if (line->parsed.count > first + words) {
         failure_usage(self->name, "unexpected argument '%s'",
                       line->parsed.positional[first + words]);
@@ -554,9 +518,8 @@ static const char *session_begin(const command *self, invocation *line, int argc
                                               "the environment");
         return NULL;
     }
-    for (int i = 0; i < words; i++) {
+    for (int i = 0; i < words; i++)
         line->words[i] = line->parsed.positional[first + i];
-    }
     return text;
 }
 

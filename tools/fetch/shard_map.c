@@ -15,23 +15,20 @@ enum { ROWS = 16, MARGIN = 4, HUES = 360, GOLDEN = 137 };
 size_t shard_original(const fanin_entry *e, size_t index)
 {
     const fanin_owner *o = &e->owners[index];
-    for (size_t i = 0; i < index; i++) {
+    for (size_t i = 0; i < index; i++)
         if (memcmp(e->owners[i].offset, o->offset, e->n_dims * sizeof o->offset[0]) ==
                 0 &&
             memcmp(e->owners[i].extent, o->extent, e->n_dims * sizeof o->extent[0]) ==
-                0) {
+                0)
             return i;
-        }
-    }
     return index;
 }
 
 uint64_t shard_distinct_bytes(const fanin_entry *e)
 {
     uint64_t bytes = 0;
-    for (size_t i = 0; i < e->n_owners; i++) {
+    for (size_t i = 0; i < e->n_owners; i++)
         bytes += shard_original(e, i) == i ? e->owners[i].bytes : 0;
-    }
     return bytes;
 }
 
@@ -50,11 +47,9 @@ static bool any_meet(const fanin_entry *e, const fanin_owner *const *boxes,
                      size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        for (size_t j = 0; j < i; j++) {
-            if (meet(e, boxes[i], boxes[j])) {
+        for (size_t j = 0; j < i; j++)
+            if (meet(e, boxes[i], boxes[j]))
                 return true;
-            }
-        }
     }
     return false;
 }
@@ -71,9 +66,8 @@ static uint64_t elements_in(const fanin_entry *e, uint32_t d,
                             const fanin_owner *const *boxes, size_t count)
 {
     uint64_t elements = 0;
-    if (d == e->n_dims || count == 0 || interrupt_requested()) {
+    if (d == e->n_dims || count == 0 || interrupt_requested())
         return count > 0;
-    }
     uint64_t *edges = output_require(calloc(2 * count, sizeof *edges));
     const fanin_owner **in = output_require(calloc(count, sizeof(fanin_owner *)));
     for (size_t i = 0; i < count; i++) {
@@ -87,9 +81,8 @@ static uint64_t elements_in(const fanin_entry *e, uint32_t d,
         for (size_t i = 0; i < count && from < to; i++) {
             bool holds = boxes[i]->offset[d] <= from &&
                          to <= boxes[i]->offset[d] + boxes[i]->extent[d];
-            if (holds) {
+            if (holds)
                 in[n++] = boxes[i];
-            }
         }
         elements += n > 0 ? (to - from) * elements_in(e, d + 1, in, n) : 0;
     }
@@ -111,9 +104,8 @@ shard_faults shard_faults_of(const fanin_entry *e)
         }
     }
     there = held;
-    if (any_meet(e, boxes, count)) {
+    if (any_meet(e, boxes, count))
         there = elements_in(e, 0, boxes, count) * fanin_dtype_bits(e->dtype) / 8;
-    }
     free(boxes);
     return (shard_faults){.gaps = e->bytes - there, .overlaps = held - there};
 }
@@ -168,12 +160,10 @@ static const fanin_owner *owner_at(const sheet *s, uint64_t row, uint64_t column
         const fanin_owner *o = &s->e->owners[i];
         box b = box_of(s, o);
         bool in = row - b.row < b.rows && column - b.column < b.columns;
-        for (uint32_t d = 2; d < s->e->n_dims; d++) {
+        for (uint32_t d = 2; d < s->e->n_dims; d++)
             in = in && s->e->shape[d] / 2 - o->offset[d] < o->extent[d];
-        }
-        if (in) {
+        if (in)
             return o;
-        }
     }
     return NULL;
 }
@@ -204,9 +194,8 @@ static void put_edge(FILE *stream, const shard_style *style, uint64_t cells, boo
     const char *left = !style->utf8 ? "+" : top ? "\xe2\x94\x8c" : "\xe2\x94\x94";
     const char *right = !style->utf8 ? "+" : top ? "\xe2\x94\x90" : "\xe2\x94\x98";
     fprintf(stream, "  %s", left);
-    for (uint64_t i = 0; i < cells; i++) {
+    for (uint64_t i = 0; i < cells; i++)
         fputs(style->utf8 ? "\xe2\x94\x80" : "-", stream);
-    }
     fprintf(stream, "%s\n", right);
 }
 
@@ -252,11 +241,10 @@ static void put_xml(FILE *stream, const char *text)
             text += 3;
             continue;
         }
-        if (strchr("&<>\"", *text) != NULL) {
+        if (strchr("&<>\"", *text) != NULL)
             fprintf(stream, "&#%d;", *text);
-        } else {
+        else
             fputc((unsigned char)*text < 0x20 ? ' ' : *text, stream);
-        }
         text++;
     }
 }
@@ -308,10 +296,8 @@ void shard_map_svg(FILE *stream, const char *key, const fanin_entry *e)
             "<rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%.2f\" fill=\"none\" "
             "stroke=\"#c00\" stroke-dasharray=\"4\"/>\n",
             SVG_EDGE, SVG_EDGE, SVG_SIDE, height);
-    for (size_t i = 0; i < e->n_owners && s.wide > 0 && s.high > 0; i++) {
-        if (shard_original(e, i) == i) {
+    for (size_t i = 0; i < e->n_owners && s.wide > 0 && s.high > 0; i++)
+        if (shard_original(e, i) == i)
             shard_map_put_box(stream, &s, &e->owners[i], height);
-        }
-    }
     fputs("</svg>\n", stream);
 }

@@ -51,9 +51,8 @@ static fanin_status target_reserve(target *out, uint64_t count, fanin_error *err
                            "a world of %" PRIu64 " ranks", count);
     }
     out->addresses = calloc(count, sizeof out->addresses[0]);
-    if (out->addresses == NULL) {
+    if (out->addresses == NULL)
         return failure_memory(error, "the addresses");
-    }
     out->count = (uint32_t)count;
     return FANIN_OK;
 }
@@ -63,9 +62,8 @@ static fanin_status split(char *word, char host[SOCKET_HOST], uint16_t *port,
                           fanin_error *error)
 {
     word += strspn(word, " ");
-    for (size_t n = strlen(word); n > 0 && word[n - 1] == ' '; n--) {
+    for (size_t n = strlen(word); n > 0 && word[n - 1] == ' '; n--)
         word[n - 1] = '\0';
-    }
     if (!socket_split(word, host, port) || *port == 0) {
         return failure_set(error, FANIN_ERR_ARGUMENT, forms, "'%.200s' is no HOST:PORT",
                            word);
@@ -79,9 +77,8 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
     uint64_t count = 1;
     char host[SOCKET_HOST];
     uint16_t port = 0;
-    for (const char *p = text; *p != '\0'; p++) {
+    for (const char *p = text; *p != '\0'; p++)
         count += *p == ',';
-    }
     if (count > 1 && world_size != 0 && world_size != count) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --world-size",
                            "%" PRIu64 " addresses for a world of %u ranks", count,
@@ -92,9 +89,8 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
         target_reserve(out, world_size != 0 ? world_size : count, error);
     out->in_rank_order = count == 1;
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
-        if (rank < count) {
+        if (rank < count)
             status = split(strsep(&rest, ","), host, &port, error);
-        }
         if (status == FANIN_OK) {
             status = target_place(out, rank, host,
                                   count == 1 ? (uint64_t)port + rank : port, error);
@@ -119,9 +115,8 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
     const json_t *ranks = json_object_get(entry, "ranks");
     const char *name = json_string_value(host);
     if (name == NULL || name[0] == '\0' || !json_is_integer(port) ||
-        json_integer_value(port) < 0 || json_integer_value(port) > 65535) {
+        json_integer_value(port) < 0 || json_integer_value(port) > 65535)
         return bad_file(error, path, "a host without a name or with a bad base_port");
-    }
     bool list = json_is_array(ranks);
     if (!list && (!json_is_integer(ranks) || json_integer_value(ranks) < 0 ||
                   json_integer_value(ranks) > TARGET_MAX_RANKS)) {
@@ -133,18 +128,16 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
     for (uint64_t i = 0; i < n; i++) {
         json_int_t rank = list ? -1 : (json_int_t)*next;
         const json_t *item = list ? json_array_get(ranks, i) : NULL;
-        if (json_is_integer(item)) {
+        if (json_is_integer(item))
             rank = json_integer_value(item);
-        }
         if (rank < 0 || rank >= out->count) {
             return bad_file(error, path,
                             "a rank that is not below the number of ranks");
         }
         fanin_status status =
             target_place(out, (uint64_t)rank, name, base + (uint64_t)rank, error);
-        if (status != FANIN_OK) {
+        if (status != FANIN_OK)
             return status;
-        }
         *next = (uint64_t)rank + 1;
     }
     return FANIN_OK;
@@ -173,9 +166,8 @@ static fanin_status parse_hosts(const json_t *hosts, const char *path,
     fanin_status status = target_reserve(out, count, error);
     json_array_foreach(hosts, i, entry)
     {
-        if (status == FANIN_OK) {
+        if (status == FANIN_OK)
             status = parse_host(entry, path, out, &next, error);
-        }
     }
     return status;
 }
@@ -184,14 +176,12 @@ static fanin_status parse_hosts(const json_t *hosts, const char *path,
 static fanin_status parse_run(const json_t *run, const char *path, target *out,
                               fanin_error *error)
 {
-    if (run == NULL || json_is_null(run)) {
+    if (run == NULL || json_is_null(run))
         return FANIN_OK;
-    }
-    if (json_is_integer(run) && json_integer_value(run) >= 0) {
+    if (json_is_integer(run) && json_integer_value(run) >= 0)
         snprintf(out->run, sizeof out->run, "%lld", (long long)json_integer_value(run));
-    } else if (json_is_string(run)) {
+    else if (json_is_string(run))
         snprintf(out->run, sizeof out->run, "%s", json_string_value(run));
-    }
     return options_run_valid(out->run)
                ? FANIN_OK
                : bad_file(error, path,
@@ -202,9 +192,8 @@ static fanin_status parse_run(const json_t *run, const char *path, target *out,
 static bool is_named(const target *t, const char *publication)
 {
     size_t i = 0;
-    while (i < t->n_publications && strcmp(t->publications[i], publication) != 0) {
+    while (i < t->n_publications && strcmp(t->publications[i], publication) != 0)
         i++;
-    }
     return i < t->n_publications;
 }
 
@@ -214,29 +203,23 @@ static fanin_status parse_publications(const json_t *list, const char *path,
 {
     size_t i;
     const json_t *entry;
-    if (list == NULL || json_is_null(list)) {
+    if (list == NULL || json_is_null(list))
         return FANIN_OK;
-    }
-    if (!json_is_array(list)) {
+    if (!json_is_array(list))
         return bad_file(error, path, "\"publications\" is not a list");
-    }
     out->publications = calloc(json_array_size(list) + 1, sizeof out->publications[0]);
-    if (out->publications == NULL) {
+    if (out->publications == NULL)
         return failure_memory(error, "the publications");
-    }
     json_array_foreach(list, i, entry)
     {
         const char *name = json_string_value(entry);
-        if (name == NULL) {
+        if (name == NULL)
             return bad_file(error, path, "one of \"publications\" is no name");
-        }
-        if (!options_is_publication(name) || is_named(out, name)) {
+        if (!options_is_publication(name) || is_named(out, name))
             continue;
-        }
         char *copy = strdup(name);
-        if (copy == NULL) {
+        if (copy == NULL)
             return failure_memory(error, "the publications");
-        }
         out->publications[out->n_publications++] = copy;
     }
     return FANIN_OK;
@@ -247,9 +230,8 @@ const char *target_choose(const target *t, char choices[TARGET_CHOICES])
     const char *chosen = NULL;
     size_t fit = 0;
     choices[0] = '\0';
-    if (t->n_publications == 0) {
+    if (t->n_publications == 0)
         return t->run[0] != '\0' ? t->run : "0";
-    }
     for (size_t i = 0; i < t->n_publications; i++) {
         const char *name = t->publications[i];
         if (strcmp(strchr(name, ':') + 1, t->run) == 0) {
@@ -258,9 +240,8 @@ const char *target_choose(const target *t, char choices[TARGET_CHOICES])
         }
         output_append(choices, TARGET_CHOICES, "%s%s", i > 0 ? ", " : "", name);
     }
-    if (fit == 0 && t->n_publications == 1) {
+    if (fit == 0 && t->n_publications == 1)
         return t->publications[0];
-    }
     return fit == 1 ? chosen : NULL;
 }
 
@@ -268,12 +249,10 @@ const char *target_choose(const target *t, char choices[TARGET_CHOICES])
 static fanin_status parse_secret_file(const json_t *file, const char *path, target *out,
                                       fanin_error *error)
 {
-    if (file == NULL || json_is_null(file)) {
+    if (file == NULL || json_is_null(file))
         return FANIN_OK;
-    }
-    if (!json_is_string(file) || json_string_value(file)[0] != '/') {
+    if (!json_is_string(file) || json_string_value(file)[0] != '/')
         return bad_file(error, path, "\"secret_file\" is no absolute path");
-    }
     out->secret_file = strdup(json_string_value(file));
     return out->secret_file != NULL ? FANIN_OK : failure_memory(error, "the target");
 }
@@ -292,12 +271,10 @@ static fanin_status parse_demands(const json_t *root, const char *path, target *
     }
     fanin_status status =
         parse_secret_file(json_object_get(root, "secret_file"), path, out, error);
-    if (status != FANIN_OK || name == NULL || json_is_null(name)) {
+    if (status != FANIN_OK || name == NULL || json_is_null(name))
         return status;
-    }
-    if (!json_is_string(name) || json_string_value(name)[0] == '\0') {
+    if (!json_is_string(name) || json_string_value(name)[0] == '\0')
         return bad_file(error, path, "\"server_name\" is no name");
-    }
     out->server_name = strdup(json_string_value(name));
     return out->server_name != NULL ? FANIN_OK : failure_memory(error, "the addresses");
 }
@@ -308,9 +285,8 @@ static fanin_status parse_base(const json_t *root, const char *path, uint64_t si
     const char *host = json_string_value(json_object_get(root, "host"));
     const json_t *port = json_object_get(root, "base_port");
     if (host == NULL || host[0] == '\0' || !json_is_integer(port) ||
-        json_integer_value(port) < 1 || json_integer_value(port) > 65535 || size == 0) {
+        json_integer_value(port) < 1 || json_integer_value(port) > 65535 || size == 0)
         return bad_file(error, path, "host, base_port or world_size is missing or bad");
-    }
     fanin_status status = target_reserve(out, size, error);
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
         status = target_place(out, rank, host,
@@ -324,20 +300,16 @@ static fanin_status parse_object(const json_t *root, const char *path,
 {
     const json_t *world = json_object_get(root, "world_size");
     const json_t *hosts = json_object_get(root, "hosts");
-    if (!json_is_object(root)) {
+    if (!json_is_object(root))
         return bad_file(error, path, "not an object");
-    }
     if (world != NULL && (!json_is_integer(world) || json_integer_value(world) < 1 ||
-                          json_integer_value(world) > TARGET_MAX_RANKS)) {
+                          json_integer_value(world) > TARGET_MAX_RANKS))
         return bad_file(error, path, "a bad world_size");
-    }
-    if (hosts != NULL && !json_is_array(hosts)) {
+    if (hosts != NULL && !json_is_array(hosts))
         return bad_file(error, path, "\"hosts\" is not a list");
-    }
     uint64_t size = (uint64_t)json_integer_value(world);
-    if (size != 0 && world_size != 0 && size != world_size) {
+    if (size != 0 && world_size != 0 && size != world_size)
         return bad_file(error, path, "another world_size than --world-size");
-    }
     size = size != 0 ? size : world_size;
     fanin_status status = parse_run(json_object_get(root, "run_idx"), path, out, error);
     if (status == FANIN_OK) {
@@ -345,9 +317,8 @@ static fanin_status parse_object(const json_t *root, const char *path,
             parse_publications(json_object_get(root, "publications"), path, out, error);
     }
     status = status != FANIN_OK ? status : parse_demands(root, path, out, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     return hosts != NULL ? parse_hosts(hosts, path, size, out, error)
                          : parse_base(root, path, size, out, error);
 }
@@ -371,9 +342,8 @@ static fanin_status open_regular(const char *path, int *descriptor_out,
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (descriptor < 0 || fstat(descriptor, &st) != 0) {
         int reason = errno;
-        if (descriptor >= 0) {
+        if (descriptor >= 0)
             close(descriptor);
-        }
         return target_unreadable(error, path, reason);
     }
     if (!S_ISREG(st.st_mode) || st.st_size > MAX_FILE) {
@@ -398,13 +368,11 @@ static fanin_status target_parse_file(const char *text, uint32_t world_size,
         return failure_memory(error, "the addresses");
     }
     fanin_status status = open_regular(out->file, &descriptor, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     json_t *root = json_file_read(descriptor, &why);
-    if (root == NULL) {
+    if (root == NULL)
         return bad_file(error, out->file, why.text);
-    }
     status = parse_object(root, out->file, world_size, out, error);
     json_decref(root);
     return status;
@@ -443,20 +411,17 @@ fanin_status target_parse(const char *text, uint32_t world_size, target *out,
     } else {
         status = parse_list(text, world_size, out, error);
     }
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         target_free(out);
-    }
     return status;
 }
 
 void target_free(target *t)
 {
-    for (uint32_t i = 0; t->addresses != NULL && i < t->count; i++) {
+    for (uint32_t i = 0; t->addresses != NULL && i < t->count; i++)
         free(t->addresses[i]);
-    }
-    for (size_t i = 0; i < t->n_publications; i++) {
+    for (size_t i = 0; i < t->n_publications; i++)
         free(t->publications[i]);
-    }
     free(t->publications);
     free(t->addresses);
     free(t->file);

@@ -37,9 +37,8 @@ json_t *tensor_directory_json(const char *directory, const char *name,
         root = json_file_read(descriptor, &why);
         descriptor = -1;
     }
-    if (descriptor >= 0) {
+    if (descriptor >= 0)
         close(descriptor);
-    }
     if (root == NULL) {
         failure_set(error, status, "give a directory that 'nixl-fetch pull' made",
                     "%s: %s", path, why.text);
@@ -60,17 +59,14 @@ static size_t tensors_add_file(tensor_directory *d, const char *directory,
                                const char *name, fanin_error *error)
 {
     char path[PATH_SIZE];
-    for (size_t i = 0; i < d->n_files; i++) {
-        if (strcmp(d->names[i], name) == 0) {
+    for (size_t i = 0; i < d->n_files; i++)
+        if (strcmp(d->names[i], name) == 0)
             return i;
-        }
-    }
     snprintf(path, sizeof path, "%s/%s", directory, name);
     d->names = output_require(realloc(d->names, (d->n_files + 1) * sizeof d->names[0]));
     d->files = output_require(realloc(d->files, (d->n_files + 1) * sizeof d->files[0]));
-    if (fanin_safetensors_open(path, &d->files[d->n_files], error) != FANIN_OK) {
+    if (fanin_safetensors_open(path, &d->files[d->n_files], error) != FANIN_OK)
         return SIZE_MAX;
-    }
     d->names[d->n_files] = output_require(strdup(name));
     return d->n_files++;
 }
@@ -87,14 +83,12 @@ static void add_tensor(tensor_directory *d, size_t file, size_t index)
 static fanin_status tensors_open_one(tensor_directory *d, const char *directory,
                                      const char *name, fanin_error *error)
 {
-    if (tensors_add_file(d, directory, name, error) == SIZE_MAX) {
+    if (tensors_add_file(d, directory, name, error) == SIZE_MAX)
         return error->status;
-    }
     size_t count = fanin_safetensors_count(d->files[0]);
     d->tensors = output_require(calloc(count + 1, sizeof d->tensors[0]));
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < count; i++)
         add_tensor(d, 0, i);
-    }
     return FANIN_OK;
 }
 
@@ -130,9 +124,8 @@ static fanin_status open_index(tensor_directory *d, const char *directory,
     json_t *value;
     fanin_status status = FANIN_OK;
     json_t *root = tensor_directory_json(directory, TENSORS_INDEX, error);
-    if (root == NULL) {
+    if (root == NULL)
         return error->status;
-    }
     json_t *map = json_object_get(root, "weight_map");
     d->tensors =
         output_require(calloc(json_object_size(map) + 1, sizeof d->tensors[0]));
@@ -142,9 +135,8 @@ static fanin_status open_index(tensor_directory *d, const char *directory,
     }
     json_object_foreach(map, name, value)
     {
-        if (status == FANIN_OK) {
+        if (status == FANIN_OK)
             status = add_named(d, directory, name, value, error);
-        }
     }
     json_decref(root);
     return status;
@@ -159,9 +151,8 @@ static int tensors_by_name(const void *a, const void *b)
 
 static void sort(tensor_directory *d)
 {
-    if (d->count > 0) {
+    if (d->count > 0)
         qsort(d->tensors, d->count, sizeof d->tensors[0], tensors_by_name);
-    }
 }
 
 /* Engines take every tensor of a file, whatever the index names. */
@@ -207,9 +198,8 @@ static fanin_status check_alone(const char *directory, fanin_error *error)
                                     ": engines may load either, or both");
         }
     }
-    if (stream != NULL) {
+    if (stream != NULL)
         closedir(stream);
-    }
     return status;
 }
 
@@ -218,14 +208,12 @@ static fanin_status tensors_open_model(tensor_directory *d, const char *director
                                        fanin_error *error)
 {
     fanin_status status = tensors_open_one(d, directory, TENSORS_OF_MODEL, error);
-    if (status != FANIN_ERR_NOT_FOUND) {
+    if (status != FANIN_ERR_NOT_FOUND)
         return status == FANIN_OK ? check_alone(directory, error) : status;
-    }
     status = open_index(d, directory, error);
     sort(d);
-    for (size_t i = 0; status == FANIN_OK && i < d->n_files; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < d->n_files; i++)
         status = check_file(d, directory, i, error);
-    }
     return status;
 }
 
@@ -236,9 +224,8 @@ fanin_status tensor_directory_open(const char *directory, bool model,
     fanin_status status =
         model ? tensors_open_model(out, directory, error)
               : tensors_open_one(out, directory, TENSORS_OF_ADAPTER, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         tensor_directory_close(out);
-    }
     sort(out);
     return status;
 }
@@ -313,9 +300,8 @@ whole_tensor *whole_tensors_add(whole_tensors *w, const char *name, fanin_dtype 
 
 void whole_tensors_free(whole_tensors *w)
 {
-    for (size_t i = 0; i < w->count; i++) {
+    for (size_t i = 0; i < w->count; i++)
         free(w->list[i].name);
-    }
     free(w->list);
     *w = (whole_tensors){.list = NULL};
 }
@@ -339,9 +325,8 @@ static bool whole_file_write_all(int file, const char *bytes, size_t size)
 {
     while (size > 0) {
         ssize_t n = write(file, bytes, size);
-        if (n <= 0 && errno != EINTR) {
+        if (n <= 0 && errno != EINTR)
             return false;
-        }
         bytes += n > 0 ? n : 0;
         size -= n > 0 ? (size_t)n : 0;
     }
@@ -363,16 +348,14 @@ static int whole_file_make(const char *path, char *hidden, const void *bytes,
                            size_t size)
 {
     int file = mkostemp(hidden, O_CLOEXEC);
-    if (file < 0) {
+    if (file < 0)
         return errno;
-    }
     errno = 0;
     bool good = whole_file_write_all(file, bytes, size);
     int reason = good ? 0 : errno != 0 ? errno : ENOSPC;
     close(file);
-    if (good) {
+    if (good)
         reason = give_name(hidden, path);
-    }
     unlink(hidden);
     return reason;
 }

@@ -35,9 +35,8 @@ static json_t *ready_json(const rank_options *options, const ranks *r,
                           "port", output_u64(slot->port), "address",
                           output_string(ranks_address(r, rank).s), NULL);
         int device = rank_device(options, rank);
-        if (device != DEVICE_HOST) {
+        if (device != DEVICE_HOST)
             output_set(one, "device", json_integer(device), NULL);
-        }
         json_array_append_new(list, one);
     }
     for (size_t i = 0; i < options->n_runs; i++) {
@@ -74,9 +73,8 @@ static int tell_ready(const serve_options *o, const rank_options *options,
                 (int)getpid(), options->world_size, options->first_step, target);
     }
     free(target);
-    if (o->ready_fd < 0) {
+    if (o->ready_fd < 0)
         return failure_of_output(0);
-    }
     bool bad = ferror(stream) != 0;
     if (fclose(stream) != 0 || bad) {
         return failure_local("cannot start ranks", FANIN_ERR_IO,
@@ -93,14 +91,12 @@ static void tell_secret(json_t *object, const rank_options *options)
     char folder[PATH_MAX] = "";
     char *path = NULL;
     const char *file = options->credentials.secret_file;
-    if (options->credentials.tls_cert != NULL) {
+    if (options->credentials.tls_cert != NULL)
         return; /* instead; readers have certificates of their own */
-    }
     file = file != NULL ? file : getenv("FANIN_SECRET_FILE");
     if (file == NULL || file[0] == '\0' ||
-        (file[0] != '/' && getcwd(folder, sizeof folder) == NULL)) {
+        (file[0] != '/' && getcwd(folder, sizeof folder) == NULL))
         return;
-    }
     if (asprintf(&path, "%s%s%s", folder, file[0] != '/' ? "/" : "", file) > 0) {
         output_set(object, "secret_file", output_string(path), NULL);
         free(path);
@@ -126,9 +122,8 @@ static json_t *info_json(const rank_options *options, const ranks *r)
         json_array_append_new(publications, json_string(name));
     }
     output_set(object, "publications", publications, NULL);
-    if (options->server_name != NULL) {
+    if (options->server_name != NULL)
         output_set(object, "server_name", output_string(options->server_name), NULL);
-    }
     tell_secret(object, options);
     if (options->base_port != 0) {
         output_set(object, "host", output_string(ranks_host(r)), "base_port",
@@ -155,17 +150,14 @@ static int write_info(const char *path, const rank_options *options, const ranks
     FILE *file = fopen(temporary, "wxe");
     bool good = file != NULL && json_dumpf(object, file, JSON_INDENT(2)) == 0 &&
                 fputc('\n', file) != EOF;
-    if (file != NULL && fclose(file) != 0) {
+    if (file != NULL && fclose(file) != 0)
         good = false;
-    }
     json_decref(object);
-    if (good && rename(temporary, path) == 0) {
+    if (good && rename(temporary, path) == 0)
         return 0;
-    }
     int saved = errno;
-    if (file != NULL) {
+    if (file != NULL)
         unlink(temporary);
-    }
     return failure_local("cannot start ranks", FANIN_ERR_IO,
                          "give --info a writable place", "%s: %s", path,
                          strerror(saved));
@@ -222,20 +214,17 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
 static int serve_resolve(const command *self, serve_options *o, source *served,
                          rank_options *out)
 {
-    if (o->steps > 1 && o->update_every < 0) {
+    if (o->steps > 1 && o->update_every < 0)
         return failure_usage(self->name, "--steps needs --update-every");
-    }
     if (o->runs != NULL) {
         out->runs = o->runs;
         out->n_runs = 0;
-        while (o->runs[out->n_runs] != NULL) {
+        while (o->runs[out->n_runs] != NULL)
             out->n_runs++;
-        }
     }
     int code = trainer_runs_resolve(self, &o->trainer, out);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     out->update_every_ms = o->update_every;
     out->steps = (uint64_t)o->steps;
     out->first_step = (uint64_t)o->first_step;
@@ -251,20 +240,17 @@ static int serve_live(const serve_options *o, const rank_options *options)
 {
     ranks *r;
     int code = ranks_start(options, &r);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     code = ranks_wait_ready(r, o->common.timeout_ms);
-    if (code == 0 && o->info != NULL) {
+    if (code == 0 && o->info != NULL)
         code = write_info(o->info, options, r);
-    }
     code = code != 0 ? code : tell_ready(o, options, r);
     bool was_ready = code == 0;
     code = code != 0 ? code : ranks_serve(r);
     int stopped = ranks_stop(r);
-    if (was_ready) {
+    if (was_ready)
         tell_stopped(o, options, r);
-    }
     ranks_free(&r);
     return code != 0 ? code : stopped;
 }

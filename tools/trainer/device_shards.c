@@ -66,9 +66,8 @@ static size_t open_segment(device_shards *s, uint64_t size, fanin_error *error)
                 : size < LARGE_SIZE ? LARGE_SEGMENT
                                     : round_up(size, LARGE_ROUND);
     void *memory;
-    if (gpu_alloc(s->gpu, s->device, made.size, &memory, error) != FANIN_OK) {
+    if (gpu_alloc(s->gpu, s->device, made.size, &memory, error) != FANIN_OK)
         return SIZE_MAX;
-    }
     made.memory = memory;
     s->segments[s->n_segments] = made;
     return s->n_segments++;
@@ -95,13 +94,11 @@ static fanin_status device_shards_place(device_shards *s, size_t i, fanin_error 
 {
     uint64_t size = round_up(s->shards[i].bytes, MIN_BLOCK);
     s->memory[i] = NULL;
-    if (size == 0) {
+    if (size == 0)
         return FANIN_OK;
-    }
     size_t at = find_segment(s, size, error);
-    if (at == SIZE_MAX) {
+    if (at == SIZE_MAX)
         return error->status;
-    }
     segment *g = &s->segments[at];
     s->memory[i] = g->memory + g->used;
     s->in_segment[i] = (uint32_t)at;
@@ -115,9 +112,8 @@ static fanin_status make_images(device_shards *s, size_t count, fanin_error *err
 {
     for (size_t i = 0; i < s->n_segments; i++) {
         s->segments[i].image = calloc(1, s->segments[i].used + 1);
-        if (s->segments[i].image == NULL) {
+        if (s->segments[i].image == NULL)
             return failure_memory(error, "the bytes of the shards");
-        }
     }
     for (size_t i = 0; i < count; i++) {
         const segment *g = &s->segments[s->in_segment[i]];
@@ -136,28 +132,24 @@ fanin_status device_shards_make(int device, const shard *shards, size_t count,
     *out = s;
     if (s == NULL ||
         (s->in_segment = calloc(count + 1, sizeof s->in_segment[0])) == NULL ||
-        (s->images = calloc(count + 1, sizeof s->images[0])) == NULL) {
+        (s->images = calloc(count + 1, sizeof s->images[0])) == NULL)
         return failure_memory(error, "the shards");
-    }
     s->device = device;
     s->shards = shards;
     s->memory = memory_out;
     fanin_status status = device_load(&s->gpu, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = gpu_stream_create(s->gpu, device, &s->stream, error);
-    }
-    for (size_t i = 0; status == FANIN_OK && i < count; i++) {
+    for (size_t i = 0; status == FANIN_OK && i < count; i++)
         status = device_shards_place(s, i, error);
-    }
     return status == FANIN_OK ? make_images(s, count, error) : status;
 }
 
 void device_shards_free(device_shards **shards)
 {
     device_shards *s = shards != NULL ? *shards : NULL;
-    if (s == NULL) {
+    if (s == NULL)
         return;
-    }
     gpu_stream_destroy(&s->stream);
     for (size_t i = 0; i < s->n_segments; i++) {
         gpu_free(s->gpu, s->device, s->segments[i].memory);
@@ -215,9 +207,8 @@ void shard_cut(const tensor_spec *t, uint32_t dim, uint32_t parts, uint32_t inde
         out->run_bytes = out->bytes;
         return;
     }
-    if (dim >= t->n_dims) {
+    if (dim >= t->n_dims)
         dim = t->n_dims - 1;
-    }
     for (uint32_t d = 0; d < t->n_dims; d++) {
         out->extent[d] = t->shape[d];
         outer *= d < dim ? t->shape[d] : 1;

@@ -46,21 +46,17 @@ enum { NAME_SIZE = 112, MAX_R = 4096 };
 
 const model *model_find(const char *name)
 {
-    for (size_t i = 0; i < n_models; i++) {
-        if (strcmp(models[i].name, name) == 0) {
+    for (size_t i = 0; i < n_models; i++)
+        if (strcmp(models[i].name, name) == 0)
             return &models[i];
-        }
-    }
     return NULL;
 }
 
 const adapter_shape *adapter_shape_find(const char *name)
 {
-    for (size_t i = 0; i < n_adapter_shapes; i++) {
-        if (strcmp(adapter_shapes[i].name, name) == 0) {
+    for (size_t i = 0; i < n_adapter_shapes; i++)
+        if (strcmp(adapter_shapes[i].name, name) == 0)
             return &adapter_shapes[i];
-        }
-    }
     return NULL;
 }
 
@@ -159,9 +155,8 @@ fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dt
     }
     size_t modules = 4 + (fused ? 2 : 3 * (size_t)(m->experts > 0 ? m->experts : 1));
     fanin_status status = tensor_list_make(out, 2 * modules * m->layers, dtype, error);
-    for (uint32_t layer = 0; layer < m->layers && status == FANIN_OK; layer++) {
+    for (uint32_t layer = 0; layer < m->layers && status == FANIN_OK; layer++)
         append_layer(out, m, layer, r, fused, dtype);
-    }
     return status;
 }
 
@@ -199,9 +194,8 @@ model model_scale(const model *m, uint32_t layers, uint32_t shrink)
     model s = *m;
     uint32_t *widths[] = {&s.hidden, &s.vocab,   &s.head_dim, &s.inner, &s.expert_inner,
                           &s.q_rank, &s.kv_rank, &s.nope,     &s.rope,  &s.v_dim};
-    for (size_t i = 0; shrink > 1 && i < sizeof widths / sizeof widths[0]; i++) {
+    for (size_t i = 0; shrink > 1 && i < sizeof widths / sizeof widths[0]; i++)
         *widths[i] = divided(*widths[i], shrink);
-    }
     s.layers = layers > 0 && layers < s.layers ? layers : s.layers;
     s.dense_layers = s.dense_layers < s.layers ? s.dense_layers : s.layers;
     return s;
@@ -292,9 +286,8 @@ static void add_experts(expansion *e, const model *m)
         snprintf(where, sizeof where, "mlp.experts.%u.", i);
         add_mlp(e, where, m->expert_inner, m->hidden);
     }
-    if (m->shared > 0) {
+    if (m->shared > 0)
         add_mlp(e, "mlp.shared_experts.", m->shared * m->expert_inner, m->hidden);
-    }
 }
 
 static void whole_add_all(expansion *e, const model *m)
@@ -302,24 +295,21 @@ static void whole_add_all(expansion *e, const model *m)
     whole_add(e, "model.embed_tokens.weight", m->vocab, m->hidden);
     for (uint32_t layer = 0; layer < m->layers; layer++) {
         snprintf(e->place, sizeof e->place, "model.layers.%u.", layer);
-        if (m->kv_rank > 0) {
+        if (m->kv_rank > 0)
             add_latent_attention(e, m);
-        } else {
+        else
             add_attention(e, m);
-        }
-        if (m->experts > 0 && layer >= m->dense_layers) {
+        if (m->experts > 0 && layer >= m->dense_layers)
             add_experts(e, m);
-        } else {
+        else
             add_mlp(e, "mlp.", m->inner, m->hidden);
-        }
         whole_add(e, "input_layernorm.weight", m->hidden, 0);
         whole_add(e, "post_attention_layernorm.weight", m->hidden, 0);
     }
     e->place[0] = '\0';
     whole_add(e, "model.norm.weight", m->hidden, 0);
-    if (!m->tied) {
+    if (!m->tied)
         whole_add(e, "lm_head.weight", m->vocab, m->hidden);
-    }
 }
 
 fanin_status whole_model_expand(const model *m, fanin_dtype dtype, tensor_list *out,
@@ -332,9 +322,8 @@ fanin_status whole_model_expand(const model *m, fanin_dtype dtype, tensor_list *
     out->count = 0;
     fanin_status status = tensor_list_make(out, count, dtype, error);
     e.counting = false;
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         whole_add_all(&e, m);
-    }
     return status;
 }
 
@@ -372,21 +361,18 @@ char *model_config(const model *m, fanin_dtype dtype)
     json_t *o = json_pack("{s:[s], s:s, s:s, s:b}", "architectures", m->class_name,
                           "model_type", m->type, "torch_dtype", name,
                           "tie_word_embeddings", (int)m->tied);
-    if (o == NULL) {
+    if (o == NULL)
         return NULL;
-    }
     set(o, "num_hidden_layers", m->layers);
     set(o, "hidden_size", m->hidden);
     set(o, "vocab_size", m->vocab);
     set(o, "num_attention_heads", m->heads);
     set(o, "num_key_value_heads", m->kv_heads);
     set(o, "intermediate_size", m->inner);
-    if (m->kv_rank == 0) {
+    if (m->kv_rank == 0)
         set(o, "head_dim", m->head_dim);
-    }
-    if (m->experts > 0) {
+    if (m->experts > 0)
         set_experts(o, m);
-    }
     char *text = json_dumps(o, JSON_SORT_KEYS | JSON_INDENT(2));
     json_decref(o);
     return text;

@@ -59,21 +59,18 @@ static int open_resources(ranks *r)
     sigprocmask(SIG_BLOCK, &set, NULL);
     r->signals = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     r->ready = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (r->signals < 0 || r->ready < 0) {
+    if (r->signals < 0 || r->ready < 0)
         return no_resources("descriptors");
-    }
     r->board_size = sizeof(rank_board) + o->world_size * sizeof(rank_slot);
     r->board = shared_memory(r->board_size);
-    if (r->board == NULL) {
+    if (r->board == NULL)
         return no_resources("shared memory");
-    }
     r->board->world_size = o->world_size;
     if (o->extents) {
         r->extents_size = o->world_size * o->tensors->count * sizeof(rank_extent) + 1;
         r->extents = shared_memory(r->extents_size);
-        if (r->extents == NULL) {
+        if (r->extents == NULL)
             return no_resources("shared memory");
-        }
     }
     return 0;
 }
@@ -82,9 +79,8 @@ static _Noreturn void child(ranks *r, uint32_t rank, pid_t parent)
 {
     /* A rank must never outlive the trainer, not even one that is stopped. */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) {
+    if (getppid() != parent)
         _exit(1);
-    }
     char name[32];
     snprintf(name, sizeof name, "nixl-rank-%u", rank);
     prctl(PR_SET_NAME, name);
@@ -97,9 +93,8 @@ int ranks_start(const rank_options *options, ranks **ranks_out)
 {
     *ranks_out = NULL;
     ranks *r = calloc(1, sizeof *r);
-    if (r == NULL) {
+    if (r == NULL)
         return no_resources("memory");
-    }
     r->options = options;
     r->signals = r->ready = -1;
     int code = open_resources(r);
@@ -110,9 +105,8 @@ int ranks_start(const rank_options *options, ranks **ranks_out)
         rank_slot *slot = &r->board->slots[rank];
         atomic_store(&slot->alive, 1);
         pid_t pid = fork();
-        if (pid == 0) {
+        if (pid == 0)
             child(r, rank, parent);
-        }
         slot->pid = pid > 0 ? pid : 0;
         if (pid < 0) {
             atomic_store(&slot->alive, 0);
@@ -136,9 +130,8 @@ static int tell_death(ranks *r, uint32_t rank, int wait_status)
                             : exit_code_of(FANIN_ERR_CLOSED);
     }
     r->told = true;
-    if (slot->failed) {
+    if (slot->failed)
         return failure_report("a rank failed", &slot->error);
-    }
     if (WIFSIGNALED(wait_status)) {
         return failure_local("the ranks ended", FANIN_ERR_CLOSED,
                              "start them again (--keep-going lets the others live)",
@@ -158,15 +151,13 @@ static int ranks_reap(ranks *r)
         rank_slot *slot = &r->board->slots[rank];
         int status;
         if (atomic_load(&slot->alive) == 0 || slot->pid <= 0 ||
-            waitpid(slot->pid, &status, WNOHANG) != slot->pid) {
+            waitpid(slot->pid, &status, WNOHANG) != slot->pid)
             continue;
-        }
         atomic_store(&slot->alive, 0);
         bool asked = atomic_load(&r->board->stop) != 0;
         bool clean = WIFEXITED(status) && WEXITSTATUS(status) == 0;
-        if (clean || (asked && WIFSIGNALED(status))) {
+        if (clean || (asked && WIFSIGNALED(status)))
             continue;
-        }
         if (r->options->keep_going && !asked && !slot->failed) {
             failure_warn("rank %u (process %d) died, the others go on", rank,
                          (int)slot->pid);
@@ -181,9 +172,8 @@ static int ranks_reap(ranks *r)
 static uint32_t count_living(const ranks *r)
 {
     uint32_t living = 0;
-    for (uint32_t rank = 0; rank < r->options->world_size; rank++) {
+    for (uint32_t rank = 0; rank < r->options->world_size; rank++)
         living += atomic_load(&r->board->slots[rank].alive) != 0;
-    }
     return living;
 }
 
@@ -201,19 +191,16 @@ static bool wait_event(ranks *r, int timeout_ms)
             r->signal = (int)info.ssi_signo;
         }
     }
-    if (read(r->ready, &ready, sizeof ready) < 0) {
+    if (read(r->ready, &ready, sizeof ready) < 0)
         ready = 0; /* nobody became ready; the slots say who is */
-    }
     return asked;
 }
 
 static bool all_ready(const ranks *r)
 {
-    for (uint32_t rank = 0; rank < r->options->world_size; rank++) {
-        if (atomic_load(&r->board->slots[rank].ready) == 0) {
+    for (uint32_t rank = 0; rank < r->options->world_size; rank++)
+        if (atomic_load(&r->board->slots[rank].ready) == 0)
             return false;
-        }
-    }
     return true;
 }
 
@@ -227,9 +214,8 @@ static int interrupted(const ranks *r)
 static int ranks_look(ranks *r, uint32_t ms)
 {
     if (wait_event(r, ms < INT_MAX ? (int)ms : INT_MAX) ||
-        atomic_load(&r->board->stop) != 0) {
+        atomic_load(&r->board->stop) != 0)
         return interrupted(r);
-    }
     return ranks_reap(r);
 }
 
@@ -244,9 +230,8 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
                                  "not all ranks were ready in %u ms", timeout_ms);
         }
         int code = ranks_look(r, left_ms);
-        if (code != 0) {
+        if (code != 0)
             return code;
-        }
     }
     return 0;
 }
@@ -267,9 +252,8 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
                                  rank, step, timeout_ms);
         }
         int code = ranks_look(r, LOOK_MS);
-        if (code != 0) {
+        if (code != 0)
             return code;
-        }
     }
     return 0;
 }
@@ -278,16 +262,14 @@ int ranks_serve(ranks *r)
 {
     for (;;) {
         int code = ranks_reap(r);
-        if (code != 0 || atomic_load(&r->board->stop) != 0) {
+        if (code != 0 || atomic_load(&r->board->stop) != 0)
             return code;
-        }
         if (count_living(r) == 0) {
             return failure_local("the ranks ended", FANIN_ERR_CLOSED,
                                  "start them again", "no rank is left");
         }
-        if (wait_event(r, -1)) {
+        if (wait_event(r, -1))
             return 0;
-        }
     }
 }
 
@@ -295,9 +277,8 @@ static void kill_all(ranks *r)
 {
     for (uint32_t rank = 0; rank < r->options->world_size; rank++) {
         rank_slot *slot = &r->board->slots[rank];
-        if (atomic_load(&slot->alive) != 0 && slot->pid > 0) {
+        if (atomic_load(&slot->alive) != 0 && slot->pid > 0)
             kill(slot->pid, SIGKILL);
-        }
     }
 }
 
@@ -310,9 +291,8 @@ int ranks_stop(ranks *r)
     for (;;) {
         int one = ranks_reap(r);
         code = code != 0 ? code : one;
-        if (count_living(r) == 0) {
+        if (count_living(r) == 0)
             return code;
-        }
         uint32_t left_ms = (uint32_t)deadline_poll_ms(end);
         if (left_ms == 0 || wait_event(r, (int)left_ms)) {
             kill_all(r);
@@ -324,24 +304,19 @@ int ranks_stop(ranks *r)
 void ranks_free(ranks **r_inout)
 {
     ranks *r = r_inout != NULL ? *r_inout : NULL;
-    if (r == NULL) {
+    if (r == NULL)
         return;
-    }
     if (r->board != NULL) {
-        if (!r->stopped) {
+        if (!r->stopped)
             ranks_stop(r);
-        }
         munmap(r->board, r->board_size);
     }
-    if (r->extents != NULL) {
+    if (r->extents != NULL)
         munmap(r->extents, r->extents_size);
-    }
-    if (r->signals >= 0) {
+    if (r->signals >= 0)
         close(r->signals);
-    }
-    if (r->ready >= 0) {
+    if (r->ready >= 0)
         close(r->ready);
-    }
     free(r);
     *r_inout = NULL;
 }
@@ -371,9 +346,8 @@ char *ranks_target(const ranks *r)
     char *text = NULL;
     size_t size = 0;
     FILE *stream = output_require(open_memstream(&text, &size));
-    for (uint32_t rank = 0; rank < r->options->world_size; rank++) {
+    for (uint32_t rank = 0; rank < r->options->world_size; rank++)
         fprintf(stream, "%s%s", rank > 0 ? "," : "", ranks_address(r, rank).s);
-    }
     fclose(stream);
     return output_require(text);
 }

@@ -42,10 +42,8 @@ static bool all_arrived(const rank_board *board, uint64_t generation)
 {
     for (uint32_t i = 0; i < board->world_size; i++) {
         const rank_slot *slot = &board->slots[i];
-        if (atomic_load(&slot->alive) != 0 &&
-            atomic_load(&slot->arrived) < generation) {
+        if (atomic_load(&slot->alive) != 0 && atomic_load(&slot->arrived) < generation)
             return false;
-        }
     }
     return true;
 }
@@ -63,12 +61,10 @@ static bool wait_until(rank_board *board, bool (*done)(const rank_board *, uint6
 {
     for (;;) {
         uint32_t seen = atomic_load(&board->wake);
-        if (atomic_load(&board->stop) != 0) {
+        if (atomic_load(&board->stop) != 0)
             return false;
-        }
-        if (done(board, what)) {
+        if (done(board, what))
             return true;
-        }
         uint64_t now = clock_ns(), left = end_ns > now ? end_ns - now : 0;
         const struct timespec timeout = {(time_t)(left / 1000000000),
                                          (long)(left % 1000000000)};
@@ -82,9 +78,8 @@ static bool wait_until(rank_board *board, bool (*done)(const rank_board *, uint6
 static bool rank_board_barrier(rank_board *board, uint32_t rank)
 {
     uint64_t generation = atomic_fetch_add(&board->slots[rank].arrived, 1) + 1;
-    if (all_arrived(board, generation)) {
+    if (all_arrived(board, generation))
         rank_board_wake(board);
-    }
     return wait_until(board, all_arrived, generation, UINT64_MAX);
 }
 
@@ -155,9 +150,8 @@ static fanin_status allocate_run(life *l, size_t number, fanin_error *error)
     rank_publication(l->options, number, run->name);
     run->memory = calloc(list->count, sizeof run->memory[0]);
     run->seeds = calloc(list->count, sizeof run->seeds[0]);
-    if (run->memory == NULL || run->seeds == NULL) {
+    if (run->memory == NULL || run->seeds == NULL)
         return serve_rank_no_memory(error, run->name);
-    }
     for (size_t i = 0; i < list->count; i++) {
         char key[FANIN_MAX_NAME + sizeof run->name + 2];
         snprintf(key, sizeof key, "%s:%s", run->name, list->tensors[i].name);
@@ -172,18 +166,16 @@ static fanin_status serve_rank_allocate(life *l, fanin_error *error)
     uint32_t parts = o->world_size / o->replicate;
     l->shards = calloc(o->tensors->count, sizeof l->shards[0]);
     l->runs = calloc(o->n_runs, sizeof l->runs[0]);
-    if (l->shards == NULL || l->runs == NULL) {
+    if (l->shards == NULL || l->runs == NULL)
         return serve_rank_no_memory(error, "");
-    }
     for (size_t i = 0; i < o->tensors->count; i++) {
         shard_cut(&o->tensors->tensors[i], o->shard_dim, parts, l->rank % parts,
                   &l->shards[i]);
     }
     for (size_t i = 0; i < o->n_runs; i++) {
         fanin_status status = allocate_run(l, i, error);
-        if (status != FANIN_OK) {
+        if (status != FANIN_OK)
             return status;
-        }
     }
     return FANIN_OK;
 }
@@ -195,9 +187,8 @@ static void serve_rank_release(life *l)
         published *p = &l->runs[run];
         for (size_t i = 0;
              l->device == DEVICE_HOST && p->memory != NULL && i < o->tensors->count;
-             i++) {
+             i++)
             free(p->memory[i]);
-        }
         device_shards_free(&p->device);
         free(p->memory);
         free(p->seeds);
@@ -218,11 +209,10 @@ static void fill_tensors(const life *l, const published *run, uint64_t step,
         uint64_t start = pattern_start(run->seeds[i], step);
         for (uint64_t n = 0; s->bytes > 0 && n < s->runs; n++) {
             uint64_t from = s->first + n * s->step;
-            if (data != NULL) {
+            if (data != NULL)
                 memcpy(to + n * s->run_bytes, data + from, s->run_bytes);
-            } else {
+            else
                 pattern_fill(to + n * s->run_bytes, start, from, s->run_bytes);
-            }
         }
     }
 }
@@ -236,9 +226,8 @@ static fanin_status rewrite(const life *l, const published *run, uint64_t step,
         return FANIN_OK;
     }
     fanin_status status = device_shards_images(run->device, &images, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     fill_tensors(l, run, step, images);
     return device_shards_send(run->device, error);
 }
@@ -267,9 +256,8 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
     }
     fanin_status status =
         p->no_stream || p->timed ? serve_rank_finish(run, error) : FANIN_OK;
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     uint64_t start = clock_ns();
     status = fanin_server_commit(l->server, run->name, step, &options, error);
     if (status == FANIN_OK && p->timed) {
@@ -287,9 +275,8 @@ static fanin_status serve_rank_put(const life *l, const published *run,
     fanin_tensor *tensors = calloc(list->count, sizeof tensors[0]);
     fanin_box *boxes = calloc(list->count, sizeof boxes[0]);
     fanin_status status = FANIN_OK;
-    if (tensors == NULL || boxes == NULL) {
+    if (tensors == NULL || boxes == NULL)
         status = serve_rank_no_memory(error, run->name);
-    }
     for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
         const tensor_spec *spec = &list->tensors[i];
         const shard *s = &l->shards[i];
@@ -339,16 +326,13 @@ static fanin_status create_server(life *l, fanin_error *error)
     CREDENTIALS_GIVE(&config, &o->credentials);
     config.log = o->log;
     config.log_cookie = o->log_cookie;
-    if (o->bind != NULL) {
+    if (o->bind != NULL)
         config.bind = o->bind;
-    }
-    if (o->server_name != NULL) {
+    if (o->server_name != NULL)
         config.name = o->server_name;
-    }
     fanin_status status = fanin_server_create(&config, &l->server, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         l->slot->port = fanin_server_port(l->server);
-    }
     return status;
 }
 
@@ -370,16 +354,13 @@ static fanin_status serve_rank_publish(life *l, uint64_t step, bool first,
         const published *run = &l->runs[i];
         status = first ? FANIN_OK : begin_update(l, run, error);
         status = status != FANIN_OK ? status : rewrite(l, run, step, error);
-        if (status == FANIN_OK && first) {
+        if (status == FANIN_OK && first)
             status = serve_rank_put(l, run, error);
-        }
-        if (status == FANIN_OK) {
+        if (status == FANIN_OK)
             status = commit(l, run, step, first || l->options->publishing.timed, error);
-        }
     }
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         atomic_store(&l->slot->step, step);
-    }
     return status;
 }
 
@@ -394,14 +375,12 @@ static fanin_status serve_rank_live(life *l, int ready_fd, fanin_error *error)
     const rank_options *o = l->options;
     const uint64_t one = 1;
     fanin_status status = serve_rank_publish(l, o->first_step, true, error);
-    if (status != FANIN_OK) {
+    if (status != FANIN_OK)
         return status;
-    }
     bool going = rank_board_barrier(l->board, l->rank);
     atomic_store(&l->slot->ready, 1);
-    if (write(ready_fd, &one, sizeof one) != (ssize_t)sizeof one) {
+    if (write(ready_fd, &one, sizeof one) != (ssize_t)sizeof one)
         return failure_set(error, FANIN_ERR_IO, "", "the rank cannot tell it is ready");
-    }
     for (uint64_t n = 1; going; n++) {
         bool last = o->update_every_ms < 0 || (o->steps > 0 && n >= o->steps);
         going =
@@ -437,9 +416,8 @@ static void see_readers_off(const life *l)
     fanin_server_stats stats = {.struct_size = sizeof stats};
     for (int ms = 0; ms < PATIENCE; ms++) {
         if (fanin_server_get_stats(l->server, &stats) != FANIN_OK ||
-            stats.sessions == 0) {
+            stats.sessions == 0)
             return;
-        }
         poll(NULL, 0, 1);
     }
 }
@@ -464,9 +442,8 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
     status = status != FANIN_OK ? status : create_server(&l, &error);
     status = status != FANIN_OK ? status : serve_rank_live(&l, ready_fd, &error);
     if (l.server != NULL) {
-        if (options->readers_gone) {
+        if (options->readers_gone)
             see_readers_off(&l);
-        }
         l.slot->stats.struct_size = sizeof l.slot->stats;
         l.slot->has_stats =
             fanin_server_get_stats(l.server, &l.slot->stats) == FANIN_OK;
@@ -474,9 +451,8 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
     }
     serve_rank_release(&l);
     if (status != FANIN_OK) {
-        if (error.rank < 0) {
+        if (error.rank < 0)
             error.rank = (int32_t)rank;
-        }
         l.slot->error = error;
         l.slot->failed = true;
     }

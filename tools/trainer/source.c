@@ -165,9 +165,8 @@ static int open_whole_model(const command *self, const source_options *options,
     out->full = true;
     out->config = output_require(model_config(&m, dtype));
     add_pair(out, PATTERN_PAIR_KEY, PATTERN_PAIR_VALUE);
-    if (m.kv_rank == 0) { /* all tensors have it */
+    if (m.kv_rank == 0) /* all tensors have it */
         add_pair(out, PATTERN_DTYPE_KEY, fanin_dtype_name(dtype));
-    }
     add_pair(out, MODEL_PAIR, out->config);
     add_pair(out, "format", "pt");
     return 0;
@@ -214,12 +213,10 @@ static int map_files(const char *directory, source *out)
         struct stat st;
         int descriptor = fanin_safetensors_descriptor(d->files[i]);
         void *map = MAP_FAILED;
-        if (fstat(descriptor, &st) == 0) {
+        if (fstat(descriptor, &st) == 0)
             map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, descriptor, 0);
-        }
-        if (map == MAP_FAILED) {
+        if (map == MAP_FAILED)
             return refuse_directory(directory, FANIN_ERR_IO, strerror(errno));
-        }
         out->maps[i] = map;
         out->map_sizes[i] = (size_t)st.st_size;
     }
@@ -230,13 +227,11 @@ static int map_tensors(const char *directory, source *out)
 {
     fanin_error error = FANIN_ERROR_INIT;
     tensor_directory *d = &out->files;
-    if (tensor_directory_open(directory, out->full, d, &error) != FANIN_OK) {
+    if (tensor_directory_open(directory, out->full, d, &error) != FANIN_OK)
         return failure_report("cannot serve the directory", &error);
-    }
     int code = map_files(directory, out);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     out->tensors.tensors =
         output_require(calloc(d->count + 1, sizeof out->tensors.tensors[0]));
     for (size_t i = 0; i < d->count; i++) {
@@ -279,12 +274,10 @@ static int open_directory(const command *self, const source_options *options,
              out->full ? "config.json" : "adapter_config.json");
     int code = 0;
     /* A model may be without one. */
-    if (!out->full || access(path, F_OK) == 0) {
+    if (!out->full || access(path, F_OK) == 0)
         code = read_config(path, out->full ? MODEL_PAIR : "peft_config", out);
-    }
-    if (out->full) {
+    if (out->full)
         add_pair(out, "format", "pt");
-    }
     return code != 0 ? code : map_tensors(directory, out);
 }
 
@@ -298,12 +291,10 @@ int source_open(const command *self, const source_options *options,
                                          "--full, --run full:R)");
     }
     o.full = o.full || o.directory != NULL;
-    if (o.adapter != NULL || o.directory != NULL) {
+    if (o.adapter != NULL || o.directory != NULL)
         return open_directory(self, &o, out);
-    }
-    if (o.full) {
+    if (o.full)
         return open_whole_model(self, &o, out);
-    }
     if (o.layers != 0 || o.shrink != 0) {
         return failure_usage(self->name, "--layers and --shrink are for whole models "
                                          "(--full)");
@@ -320,11 +311,9 @@ void source_close(source *s)
 {
     tensor_list_free(&s->tensors);
     free(s->config);
-    for (size_t i = 0; s->maps != NULL && i < s->files.n_files; i++) {
-        if (s->maps[i] != NULL) {
+    for (size_t i = 0; s->maps != NULL && i < s->files.n_files; i++)
+        if (s->maps[i] != NULL)
             munmap(s->maps[i], s->map_sizes[i]);
-        }
-    }
     free(s->maps);
     free(s->map_sizes);
     tensor_directory_close(&s->files);

@@ -86,18 +86,16 @@ bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out
     size_t count = 0;
     for (const char *at = text;;) {
         char *end;
-        if (count == DEVICE_LIST) {
+        if (count == DEVICE_LIST)
             return false;
-        }
         if (strncmp(at, "host", 4) == 0) {
             out[count] = DEVICE_HOST;
             end = (char *)(uintptr_t)(at + 4);
         } else {
             errno = 0;
             long number = at[0] >= '0' && at[0] <= '9' ? strtol(at, &end, 10) : -1;
-            if (number < 0 || number >= GPU_MAX_DEVICES || errno != 0) {
+            if (number < 0 || number >= GPU_MAX_DEVICES || errno != 0)
                 return false;
-            }
             out[count] = (int)number;
         }
         count++;
@@ -105,9 +103,8 @@ bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out
             *count_out = count;
             return true;
         }
-        if (*end != ',') {
+        if (*end != ',')
             return false;
-        }
         at = end + 1;
     }
 }
@@ -115,9 +112,8 @@ bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out
 static int trainer_options_check_world(const command *self, const trainer_options *o,
                                        const rank_options *out)
 {
-    if (out->world_size > MAX_WORLD) {
+    if (out->world_size > MAX_WORLD)
         return failure_usage(self->name, "--world-size is 1 to %d", MAX_WORLD);
-    }
     if ((uint64_t)out->base_port + out->world_size > 65536) {
         return failure_usage(self->name,
                              "--base-port and the ranks above it end at 65535");
@@ -126,18 +122,14 @@ static int trainer_options_check_world(const command *self, const trainer_option
         return failure_usage(self->name, "--replicate %d does not divide the %u ranks",
                              o->replicate, out->world_size);
     }
-    if (o->allow != NULL && !o->open) {
+    if (o->allow != NULL && !o->open)
         return failure_usage(self->name, "--allow needs --open");
-    }
-    if (o->open && (o->bind == NULL || o->allow == NULL)) {
+    if (o->open && (o->bind == NULL || o->allow == NULL))
         return failure_usage(self->name, "--open needs --bind and --allow");
-    }
-    if (o->insecure && !o->open) {
+    if (o->insecure && !o->open)
         return failure_usage(self->name, "--insecure needs --open");
-    }
-    if (o->trusted && !o->open) {
+    if (o->trusted && !o->open)
         return failure_usage(self->name, "--trusted-network needs --open");
-    }
     return 0;
 }
 
@@ -161,9 +153,8 @@ static int resolve_world(const command *self, const trainer_options *o,
                  (o->no_ucx ? (uint32_t)FANIN_SERVER_NO_UCX : 0) |
                  (o->trust_containers ? (uint32_t)FANIN_SERVER_TRUST_CONTAINERS : 0);
     int code = trainer_options_check_world(self, o, out);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     if (o->world_id != NULL) {
         if (!target_world_id(o->world_id, out->world_id)) {
             return failure_usage(
@@ -185,27 +176,22 @@ static int resolve_publishing(const command *self, trainer_options *o,
                               rank_options *out)
 {
     rank_publishing *p = &out->publishing;
-    if (o->no_stream && o->device == NULL) {
+    if (o->no_stream && o->device == NULL)
         return failure_usage(self->name, "--no-stream-commit needs --device");
-    }
-    if (o->cast != NULL && !o->snapshot) {
+    if (o->cast != NULL && !o->snapshot)
         return failure_usage(self->name, "--cast needs --snapshot");
-    }
     p->snapshot = o->snapshot != 0;
     p->no_stream = o->no_stream != 0;
-    if (o->cast != NULL && (p->cast = options_half(o->cast)) == 0) {
+    if (o->cast != NULL && (p->cast = options_half(o->cast)) == 0)
         return failure_usage(self->name, "--cast is bf16 or f16, not '%s'", o->cast);
-    }
-    if (o->device == NULL) {
+    if (o->device == NULL)
         return 0;
-    }
     if (!device_list_parse(o->device, o->devices, &p->n_devices)) {
         return failure_usage(
             self->name, "--device '%s' is no list such as 0,1 or host,0", o->device);
     }
-    if (p->n_devices > out->world_size) {
+    if (p->n_devices > out->world_size)
         return failure_usage(self->name, "--device names more devices than ranks");
-    }
     p->devices = o->devices;
     return 0;
 }
@@ -215,9 +201,8 @@ int trainer_options_resolve(const command *self, trainer_options *o,
 {
     int code = resolve_world(self, o, out);
     code = code != 0 ? code : resolve_publishing(self, o, out);
-    if (code != 0) {
+    if (code != 0)
         return code;
-    }
     o->source.masters = out->publishing.cast != 0;
     code = source_open(self, &o->source, fallback, source_out);
     out->full = source_out->full;
@@ -244,11 +229,10 @@ int trainer_runs_resolve(const command *self, trainer_options *o,
             return failure_usage(self->name, "run '%s' is not " OPTIONS_RUNS,
                                  out->runs[i]);
         }
-        if (options_is_model(name)) {
+        if (options_is_model(name))
             o->source.full = 1;
-        } else if (options_is_publication(out->runs[i])) {
+        else if (options_is_publication(out->runs[i]))
             adapter = out->runs[i];
-        }
         for (size_t j = 0; j < i; j++) {
             if (strcmp(bare(out->runs[i]), bare(out->runs[j])) == 0) {
                 return failure_usage(self->name, "run '%s' is given twice",
@@ -256,9 +240,8 @@ int trainer_runs_resolve(const command *self, trainer_options *o,
             }
         }
     }
-    if (adapter != NULL && (o->source.full || o->source.directory != NULL)) {
+    if (adapter != NULL && (o->source.full || o->source.directory != NULL))
         return failure_usage(self->name, "run '%s' cannot be a whole model", adapter);
-    }
     return 0;
 }
 
