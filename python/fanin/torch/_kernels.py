@@ -64,9 +64,26 @@ def _byte(values, scale, bits):
 
 
 @triton.jit
+def _pairs(address, stride, ROWS: tl.constexpr, ALONG: tl.constexpr):
+    """A block of BF16, two elements a number, which is half of the work. The first one is the lower
+    half."""
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, ALONG // 2)[None, :]
+    source = address.to(tl.pointer_type(tl.int32)) + i * (stride // 2) + j
+    return tl.load(tl.max_contiguous(tl.multiple_of(source, [1, 16]), [1, 4]))
+
+
+@triton.jit
+def _bytes_of(pairs, scale):
+    """E4M3 of both elements of each; all are NaN if the scale is."""
+    inverse = tl.div_rn(1.0, scale)
+    first = (pairs << 16).to(tl.float32, bitcast=True) * inverse
+    second = (pairs & -65536).to(tl.float32, bitcast=True) * inverse
+    return tl.interleave(first, second).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
 def blocks(
     table,
-    count,
     shared,
     KIND: tl.constexpr,
     MASKED: tl.constexpr,
@@ -75,36 +92,45 @@ def blocks(
     ROWS: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """A block a row of the table: of ROWS and ALONG, of which each row begins at a multiple of 16
-    bytes, or any where MASKED."""
-    for at in range(tl.program_id(0), count, tl.num_programs(0)):
-        row = table + at * 8
-        i = tl.arange(0, ROWS)[:, None]
-        j = tl.arange(0, ALONG)[None, :]
-        mask = (i < tl.load(row + 6)) & (j < tl.load(row + 7))
-        values = _bf16(tl.load(row), i * tl.load(row + 1) + j, mask, KIND, MASKED, not MASKED)
-        if WORK == 2:
-            bits = tl.load(shared + tl.load(row + 5))
+    """A program a row of the table: a block of ROWS and ALONG, of which each row begins at a
+    multiple of 16 bytes, or any where MASKED."""
+    PAIRS: tl.constexpr = KIND == 0 and not MASKED
+    row = table + tl.program_id(0) * 8
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ALONG)[None, :]
+    source, stride = tl.load(row), tl.load(row + 1)
+    mask = (i < tl.load(row + 6)) & (j < tl.load(row + 7))
+    if PAIRS:
+        values = _pairs(source, stride, ROWS, ALONG)
+    else:
+        values = _bf16(source, i * stride + j, mask, KIND, MASKED, not MASKED)
+    if WORK == 2:
+        bits = tl.load(shared + tl.load(row + 5))
+    elif PAIRS:
+        # Without a shift, of which the result would stay in registers for _bytes_of().
+        bits = _finished(tl.maximum(tl.max(values & 0x7FFF7FFF) >> 16, tl.max(values & 0x7FFF)))
+    else:
+        bits = _finished(tl.max(_magnitude(values)))
+    if WORK == 1:
+        tl.atomic_max(shared + tl.load(row + 5), bits)
+    else:
+        scale = _scale(bits, POWERS)
+        out = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + i * tl.load(row + 3) + j
+        if MASKED:
+            tl.store(out, _byte(values, scale, bits), mask=mask)
+        elif PAIRS:
+            out = tl.max_contiguous(tl.multiple_of(out, [1, 8]), [1, 8])
+            tl.store(out, _bytes_of(values, scale))
         else:
-            bits = _finished(tl.max(_magnitude(values)))
-        if WORK == 1:
-            tl.atomic_max(shared + tl.load(row + 5), bits)
-        else:
-            scale = _scale(bits, POWERS)
-            out = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + i * tl.load(row + 3) + j
-            if MASKED:
-                tl.store(out, _byte(values, scale, bits), mask=mask)
-            else:
-                out = tl.max_contiguous(tl.multiple_of(out, [1, 16]), [1, 16])
-                tl.store(out, _byte(values, scale, bits))
-            place = tl.load(row + 4)
-            tl.store(place.to(tl.pointer_type(tl.float32)), scale, mask=place != 0)
+            out = tl.max_contiguous(tl.multiple_of(out, [1, 16]), [1, 16])
+            tl.store(out, _byte(values, scale, bits))
+        place = tl.load(row + 4)
+        tl.store(place.to(tl.pointer_type(tl.float32)), scale, mask=place != 0)
 
 
 @triton.jit
 def bands(
     table,
-    count,
     shared,
     KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -113,43 +139,42 @@ def bands(
     ROWS: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """ROWS rows a row of the table, of any length: each has a scale. ALIGNED: each begins at a
-    multiple of 16 bytes, and has such a number of elements."""
-    for at in range(tl.program_id(0), count, tl.num_programs(0)):
-        row = table + at * 8
-        i = tl.arange(0, ROWS)
-        j = tl.arange(0, ALONG)[None, :]
-        source, columns = tl.load(row), tl.load(row + 7)
-        if ALIGNED:
-            columns = tl.multiple_of(columns, 16)
-        inside = i < tl.load(row + 6)
-        starts = i[:, None] * tl.load(row + 1)
-        places = shared + tl.load(row + 5) + i
-        if WORK == 2:
-            bits = tl.load(places, mask=inside, other=0)
-        else:
-            largest = tl.zeros([ROWS], dtype=tl.int32)
-            for first in range(0, columns, ALONG):
-                mask = inside[:, None] & (first + j < columns)
-                values = _bf16(source, starts + first + j, mask, KIND, True, ALIGNED)
-                largest = tl.maximum(largest, tl.max(_magnitude(values), axis=1))
-            bits = _finished(largest)
-        if WORK == 1:
-            tl.atomic_max(places, bits, mask=inside)
-        else:
-            scale = _scale(bits, POWERS)
-            out = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + i[:, None] * tl.load(row + 3)
-            for first in range(0, columns, ALONG):
-                mask = inside[:, None] & (first + j < columns)
-                values = _bf16(source, starts + first + j, mask, KIND, True, ALIGNED)
-                byte = _byte(values, scale[:, None], bits[:, None])
-                places8 = out + first + j
-                if ALIGNED:
-                    places8 = tl.max_contiguous(tl.multiple_of(places8, [1, 16]), [1, 16])
-                tl.store(places8, byte, mask=mask)
-            place = tl.load(row + 4)
-            scales = place.to(tl.pointer_type(tl.float32)) + i
-            tl.store(scales, scale, mask=inside & (place != 0))
+    """A program a row of the table: ROWS rows of any length, of which each has a scale. ALIGNED:
+    each begins at a multiple of 16 bytes, and has such a number of elements."""
+    row = table + tl.program_id(0) * 8
+    i = tl.arange(0, ROWS)
+    j = tl.arange(0, ALONG)[None, :]
+    source, columns = tl.load(row), tl.load(row + 7)
+    if ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    inside = i < tl.load(row + 6)
+    starts = i[:, None] * tl.load(row + 1)
+    places = shared + tl.load(row + 5) + i
+    if WORK == 2:
+        bits = tl.load(places, mask=inside, other=0)
+    else:
+        largest = tl.zeros([ROWS], dtype=tl.int32)
+        for first in range(0, columns, ALONG):
+            mask = inside[:, None] & (first + j < columns)
+            values = _bf16(source, starts + first + j, mask, KIND, True, ALIGNED)
+            largest = tl.maximum(largest, tl.max(_magnitude(values), axis=1))
+        bits = _finished(largest)
+    if WORK == 1:
+        tl.atomic_max(places, bits, mask=inside)
+    else:
+        scale = _scale(bits, POWERS)
+        out = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + i[:, None] * tl.load(row + 3)
+        for first in range(0, columns, ALONG):
+            mask = inside[:, None] & (first + j < columns)
+            values = _bf16(source, starts + first + j, mask, KIND, True, ALIGNED)
+            byte = _byte(values, scale[:, None], bits[:, None])
+            places8 = out + first + j
+            if ALIGNED:
+                places8 = tl.max_contiguous(tl.multiple_of(places8, [1, 16]), [1, 16])
+            tl.store(places8, byte, mask=mask)
+        place = tl.load(row + 4)
+        scales = place.to(tl.pointer_type(tl.float32)) + i
+        tl.store(scales, scale, mask=inside & (place != 0))
 
 
 # -------------------------------------------------------------------------- an adapter and its base

@@ -23,8 +23,6 @@ _ALIGNMENT = 16
 _BAND = 8
 """Rows that a program works on where each has a scale."""
 _ALONG = 1024
-_PROGRAMS = 4
-"""On each multiprocessor."""
 
 
 class Job(NamedTuple):
@@ -107,10 +105,6 @@ class Launches:
                         alike.setdefault(key, []).append(those)
         self._device = device = jobs[0].values.device
         self._tables = [(key, torch.cat(rows).to(device)) for key, rows in alike.items()]
-        self._programs = _PROGRAMS
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            self._programs *= properties.multi_processor_count
 
     def maxima(self) -> None:
         """Of the shared blocks, as far as they are here."""
@@ -133,9 +127,8 @@ class Launches:
             options = {"ROWS": rows, "ALONG": along, "num_warps": 8, "POWERS": self._powers}
             options |= {"KIND": kind, "WORK": work}
             options |= {"ALIGNED": not masked} if by_row else {"MASKED": masked}
-            grid = (min(len(table), self._programs),)
             with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
-                (bands if by_row else blocks)[grid](table, len(table), self._shared, **options)
+                (bands if by_row else blocks)[len(table),](table, self._shared, **options)
 
 
 def _ranges(first: int, length: int, block: int) -> tuple[Any, Any]:
