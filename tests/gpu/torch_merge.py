@@ -183,11 +183,16 @@ def timed(
     alone = torch.cuda.memory_allocated()
     with served(model, quantize) as server:
         run = server._runs["full:0"].parameters
+
+        def fill() -> None:
+            run.stages.ahead()
+            run.stages.fill()
+
         torch.cuda.synchronize()
         kept = torch.cuda.memory_allocated() - alone
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run.stages.fill()
+        fill()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         own = {getattr(one, "_local_tensor", one).data_ptr() for one in model.parameters()}
@@ -196,8 +201,8 @@ def timed(
         source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
         columns: dict[str, list[float]] = {}
         for turn in range(13):
-            step, idle = milliseconds(run.stages.fill)
-            gpu, busy = milliseconds(run.stages.fill, BUSY)
+            step, idle = milliseconds(fill)
+            gpu, busy = milliseconds(fill, BUSY)
             copied = milliseconds(lambda: target.copy_(source))[0]
             told = {
                 "step": step,
@@ -215,7 +220,7 @@ def timed(
         run.transform.release()
         for layer in (one for those in run.transform._layers.values() for one in those):
             layer._plans.clear()
-        followed = median(run.stages.fill, 4)
+        followed = median(fill, 4)
         _merge.can_fuse = can_fuse
         torch.cuda.synchronize()
         wrong = [name for name, values in made.items() if not same(mine[name], values)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a run come to compute what a step publishes, or none of them computes.
+"""All ranks of a run come to compute what a step publishes, or none of them publishes it.
 
 They compute with collectives, in which the others would wait for a rank that has failed before.
 So each tells through torch.distributed's store that it comes, or why it does not. No torch in here.

@@ -190,12 +190,12 @@ class Parameters:
         if quantizer is None:
             return Stages([] if self.transform is None else [Computing(every, batch)])
         if self.transform is None:
-            return Stages([quantizer], quantizer.flag_unusable)
+            return Stages([quantizer], quantizer.ahead, quantizer.flag_unusable)
         # Computed values that are rounded have memory until the next ones are computed. Those of
         # blocks that ranks share are computed once more when the ranks have found the maxima.
         first = Computing(every, batch, quantizer.take)
         again = Computing(self._shared, batch, quantizer.retake)
-        return Stages([first, quantizer, again], quantizer.flag_unusable)
+        return Stages([first, quantizer, again], quantizer.ahead, quantizer.flag_unusable)
 
     def _shared(self) -> Iterator[Item]:
         """What is computed and rounded, as far as ranks share blocks of it: the same on all of

@@ -111,7 +111,7 @@ class OneRun:
         self.committed: Any = None
 
 
-def _first_device(model: Any) -> int | None:
+def first_device(model: Any) -> int | None:
     """The CUDA device of the model's parameters, None without one."""
     for param in model.parameters() if isinstance(model, torch.nn.Module) else ():
         if param.is_cuda:
@@ -151,7 +151,7 @@ class Publisher:
         self._proofs: dict[str, Proof] = {}
         self._unproven: set[str] = set()
         self._snapshot = serving.snapshot
-        ranks = Ranks(serving.group, _first_device(model))
+        ranks = Ranks(serving.group, first_device(model))
         source: Source | None = None
         server: Server | None = None
         error: FaninError | None = None
@@ -749,6 +749,8 @@ class Publisher:
     def _fill(self, runs: Iterable[OneRun]) -> None:
         """Makes what the runs compute: on all ranks, or on none."""
         ordered = _ordered(runs)
+        for run in ordered:
+            run.parameters.stages.ahead()
         for run in ordered:
             self._meet(run)
         for at, run in enumerate(ordered):

@@ -91,7 +91,10 @@ class Quantizer:
         self._works: dict[tuple[Hashable, ...], Work] = {}
         self._here: dict[Any, Any] = {}
         """The maxima on devices other than that where the ranks reduce."""
-        self._begun = False
+        self._known: Any = None
+        """Recorded behind the maxima that kernels take, None: they are not the last ones."""
+        self._beside: Any = None
+        """The stream on which a GPU reduces them."""
         self._arenas: list[Any] = []
         """Of scales."""
         self._flags: list[tuple[Any, Any]] = []
@@ -180,8 +183,8 @@ class Quantizer:
     def take(self, makers: tuple[Hashable, ...]) -> None:
         """Rounds what *makers* have made. Of blocks that ranks share it takes the maxima."""
         with torch.no_grad():
-            self._begin()
             work = self._work_of(makers)
+            self._launch(work)
             self._maxima(work)
             self._whole(work)
 
@@ -199,20 +202,27 @@ class Quantizer:
         """Whether some rank has a part of a block of the tensor *name*."""
         return name in self._shared.of
 
+    def ahead(self) -> None:
+        """Begins a step. GPUs round what takes no other rank, while the ranks meet."""
+        self._tell_unusable()
+        with torch.no_grad():
+            for maxima_ in (self._flat, *self._here.values()):
+                maxima_.zero_()
+            self._launch(self._work_of((None,)))
+
     def fill(self) -> None:
-        """Rounds what the sources hold now; a block that ranks share by the maximum of all."""
+        """Rounds the rest of what the sources hold now; a block that ranks share by the maximum of
+        all."""
         error: Exception | None = None
         with torch.no_grad():
             try:
-                self._begin()
                 work = self._work_of((None,))
                 first = self._maxima(work)
                 for here in self._here.values():
                     torch.maximum(self._flat, here.to(self._flat.device), out=self._flat)
             except Exception as caught:  # the others wait for this rank all the same
                 error = caught
-            self._begun = False
-            wait = self._reduce(self._flat) if self._shared.size else None
+            wait = self._reduced() if self._shared.size else None
             if error is None:
                 self._whole(work)
             if wait is not None:
@@ -224,7 +234,6 @@ class Quantizer:
             self._rest(work, first)
 
     def miss(self) -> None:
-        self._begun = False
         if self._shared.size:
             self._flat.zero_()
             self._reduce(self._flat)()
@@ -235,31 +244,48 @@ class Quantizer:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """The step that comes now, if it has not begun."""
-        if not self._begun:
-            self._tell_unusable()
-            for maxima_ in (self._flat, *self._here.values()):
-                maxima_.zero_()
-        self._begun = True
-
-    def _maxima(self, work: Work) -> list[tuple[Job, Any]]:
-        """Of shared blocks. Gives the jobs that have some, and the maxima of all their blocks."""
-        first = []
+    def _launch(self, work: Work) -> None:
+        """What kernels do of the blocks that are not shared, and the maxima of those that are."""
         for launches in work.launches:
             launches.maxima()
+        self._known = None
+        if self._flat.is_cuda and not self._here:
+            self._known = torch.cuda.current_stream(self._flat.device).record_event()
+        for launches in work.launches:
+            launches.whole()
+
+    def _reduced(self) -> Callable[[], None]:
+        """Begins the MAX of all ranks, on a GPU beside what it rounds."""
+        if self._known is None:
+            return self._reduce(self._flat)
+        device = self._flat.device
+        beside = self._beside = self._beside or torch.cuda.Stream(device)
+        with torch.cuda.stream(beside):
+            beside.wait_event(self._known)
+            wait = self._reduce(self._flat)
+
+        def waited() -> None:
+            with torch.cuda.stream(beside):
+                wait()
+            torch.cuda.current_stream(device).wait_stream(beside)
+
+        return waited
+
+    def _maxima(self, work: Work) -> list[tuple[Job, Any]]:
+        """Of shared blocks, by torch. Gives the jobs that have some, and all their maxima."""
+        first = []
         for job in work.jobs:
             if job.shared is not None:
                 largest = maxima(job.values, job.at, job.block, self._room)
                 chosen, places = job.shared
                 mine = largest.view(-1)[chosen].to(self._flat.device)
                 self._flat[places] = torch.maximum(self._flat[places], mine)
+                self._known = None
                 first.append((job, largest))
         return first
 
     def _whole(self, work: Work) -> None:
-        for launches in work.launches:
-            launches.whole()
+        """What torch does of the blocks that are not shared."""
         for job in work.jobs:
             if job.shared is None:
                 self._cast(job, maxima(job.values, job.at, job.block, self._room))

@@ -58,10 +58,15 @@ class Stages:
     """The stages of one run, in their order."""
 
     def __init__(
-        self, stages: Iterable[Stage] = (), done: Callable[[], None] = lambda: None
+        self,
+        stages: Iterable[Stage] = (),
+        ahead: Callable[[], None] = lambda: None,
+        done: Callable[[], None] = lambda: None,
     ) -> None:
         """done: called when all have filled."""
         self._stages = list(stages)
+        #: Begins a step with what takes no other rank. :meth:`fill` follows when all have come.
+        self.ahead = ahead
         self._done = done
 
     def fill(self) -> None:

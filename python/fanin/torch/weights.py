@@ -31,7 +31,15 @@ from fanin.torch._merge import Merge
 from fanin.torch._names import WRAPPERS, NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._proof import Proof, layouts_of
-from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source, cause_of
+from fanin.torch._publisher import (
+    OneRun,
+    Publisher,
+    RankOptions,
+    Run,
+    Source,
+    cause_of,
+    first_device,
+)
 from fanin.torch._quantized import Quantizer
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
 from fanin.torch._state import State
@@ -374,7 +382,7 @@ class WeightServer(Publisher):
             mine = mine._replace(
                 contract=quantizer.form.contract(),
                 unfit=frozenset(_unfit(parameters.root, quantizer.form.skip)),
-                cuda=any(quantizer.places()),
+                cuda=first_device(parameters.root) is not None,
             )
         answers: list[Answer] = ranks.gather(mine)
         raise_first([answer.error for answer in answers], ranks.rank, "describe its parameters")
