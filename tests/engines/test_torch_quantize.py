@@ -271,6 +271,24 @@ def test_an_update_of_one_slot_by_another_index() -> None:
         server.publish({"0": 1})
 
 
+def test_slots_of_a_parameter_that_is_replaced() -> None:
+    """Which writes are another run's update is known of the new one, too."""
+    model = module_of({"a.weight": torch.randn(3, 4, 4)})
+
+    def at(index: int) -> Any:
+        return lambda name, shape: [Slice("a.weight", (index,))]
+
+    with served(model, quantize=None, names=at(0)) as server:
+        server.add_run("8", model, names=at(1))
+        server.publish({"0": 0, "8": 0})
+        for step in (1, 3):
+            with server.updating({"8": step}), torch.no_grad():
+                model.a.weight[1].mul_(2)
+            server.publish({"0": step})
+            model.a.weight = torch.nn.Parameter(torch.randn(3, 4, 4))
+            server.publish({"0": step + 1, "8": step + 1})
+
+
 def check_model(got: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
     state = {name: one for name, one in model.state_dict().items() if name in got}
     kept = {n: got.pop(n) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in got}

@@ -7,6 +7,7 @@ What the library has registered is compared with what is there now.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -56,6 +57,7 @@ OFFLOADED = (
     "and resume(run) it afterwards"
 )
 
+_editions = itertools.count()
 _part = attrgetter("part")
 _counter = attrgetter("counter")
 _version = attrgetter("_version")
@@ -180,6 +182,10 @@ class Parameters:
         self._lent: list[Lent] = []
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
+        #: What is lent, and of which run: another number when it changes.
+        self._edition = next(_editions)
+        self._met: tuple[int, int, list[tuple[int, str, bool]]] = (-1, -1, [])
+        """What :meth:`_common` found last, of which editions."""
         self.quantizer = quantizer
         self._batch = batch or Batch()
         #: What makes values that no parameter holds, at each step.
@@ -302,6 +308,7 @@ class Parameters:
                 and not self._is_derived(item.state)
             ]
             self._by_param = {id(lent.param): lent.part for lent in self._lent}
+            self._edition = next(_editions)
             held = {item.state.device for item in self._items if item.state is not None}
             self.devices = sorted(device for device in held if device >= 0)
 
@@ -348,7 +355,7 @@ class Parameters:
         Runs have tensors in common where each publishes a slot of them. What both publish is not
         among them: see :meth:`shared`.
         """
-        common = {id(lent.param) for lent, meet in self._common(other) if not meet}
+        common = {at for at, _, meet in self._common(other) if not meet}
         if not common:
             return {}
         return {
@@ -362,18 +369,21 @@ class Parameters:
         *other* may be reading now; None: there is none."""
         if not other._versions:
             return None
-        return next((lent.path for lent, meet in self._common(other) if meet), None)
+        return next((path for _, path, meet in self._common(other) if meet), None)
 
-    def _common(self, other: Parameters) -> Iterator[tuple[Lent, bool]]:
-        """The tensors of which both lend some, and whether they lend the same elements."""
-        both = self._by_param.keys() & other._by_param.keys()
-        if not both:
-            return
-        mine, theirs = self._slots(both), other._slots(both)
-        for lent in self._lent:
-            at = id(lent.param)
-            if at in both:
-                yield lent, any(_meet(one, two) for one in mine[at] for two in theirs[at])
+    def _common(self, other: Parameters) -> list[tuple[int, str, bool]]:
+        """Of the tensors of which both lend some the id and path, and whether they lend the same
+        elements."""
+        if self._met[:2] != (self._edition, other._edition):
+            both = self._by_param.keys() & other._by_param.keys()
+            mine, theirs = self._slots(both), other._slots(both)
+            found = [
+                (at, lent.path, any(_meet(one, two) for one in mine[at] for two in theirs[at]))
+                for lent in self._lent
+                if (at := id(lent.param)) in both
+            ]
+            self._met = (self._edition, other._edition, found)
+        return self._met[2]
 
     def _slots(self, among: set[int]) -> dict[int, list[Bounds]]:
         """What is published of each of these parameters."""
@@ -404,6 +414,7 @@ class Parameters:
         self.take_back()
         self.stages.release()
         self._columns, self._lent, self._by_param = [], [], {}
+        self._edition = next(_editions)
         for item in self._items:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
