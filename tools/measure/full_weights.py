@@ -33,6 +33,7 @@ import importlib
 import json
 import os
 import pathlib
+import socket
 import statistics
 import sys
 import tempfile
@@ -200,6 +201,12 @@ def on(options: dict[str, Any], index: int) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def rendezvous() -> str:
+    """Of a TCPStore, which torchrun has too: one of files answers every 10 ms."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
 
 def settle(device: torch.device) -> None:
@@ -542,7 +549,7 @@ class Run:
         common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
         common |= {"ranks": options.ranks, "tp": options.tp, "compact": options.compact}
         common["served"] = options.served
-        common["rendezvous"] = f"file://{folder}/rendezvous"
+        common["rendezvous"] = rendezvous()
         self.options, self.world, self.times = options, os.urandom(16).hex(), {}
         everyone = options.ranks + options.tp
         self.children = []

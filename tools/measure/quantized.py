@@ -41,13 +41,14 @@ from typing import Any
 
 import full_weights as whole
 import network
-from full_weights import MODELS, SLOWEST, ask, settle, torch
+from full_weights import MODELS, SLOWEST, ask, rendezvous, settle, torch
 from worlds import Child, Control
 
 HERE = pathlib.Path(__file__).resolve()
 RUNS = {"bench": "bf16", "fp8": "fp8"}
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 BAR = 0.85
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 bits = whole.pattern
 
 
@@ -108,11 +109,13 @@ class Rank(whole.Rank):
         self.number += 1
         start, used = time.perf_counter(), time.process_time()
         self.server.publish({run: self.number})
-        return {"seconds": time.perf_counter() - start, "cpu": time.process_time() - used}
+        seconds = time.perf_counter() - start
+        return {"begun": start, "seconds": seconds, "cpu": time.process_time() - used}
 
 
 class Worker(whole.Member):
-    """An engine's worker: every N-th tensor of both runs, as they are published."""
+    """An engine's worker: every N-th tensor of both runs, as they are published. They lie in few
+    allocations, as an engine's fused parameters do."""
 
     def __init__(self, control: Control, options: dict[str, Any]):
         self.number, self.count = options["worker"], options["workers"]
@@ -120,16 +123,17 @@ class Worker(whole.Member):
 
     def connect(self, addresses: list[str]) -> None:
         import fanin
+        from fanin.torch._transform import Want, allocate
 
         path = "stream" if self.options["space"] else "auto"
         self.client, self.packed, self.tensors = fanin.Client(addresses, path=path), {}, {}
         for run in RUNS:
-            made = {}
-            for one in self.client.catalog(f"full:{run}")[self.number :: self.count]:
-                dtype = {"BF16": torch.bfloat16, "F32": torch.float32}.get(
-                    one.dtype, torch.float8_e4m3fn
-                )
-                made[one.name] = torch.zeros(one.shape, dtype=dtype, device=self.device)
+            mine = self.client.catalog(f"full:{run}")[self.number :: self.count]
+            wanted = [
+                Want(self.device, DTYPES.get(one.dtype, torch.float8_e4m3fn), one.shape)
+                for one in mine
+            ]
+            made = dict(zip((one.name for one in mine), allocate(wanted), strict=True))
             self.tensors[run] = made
             self.packed[run] = fanin.pack(
                 fanin.shard_of(name, value, writable=True) for name, value in made.items()
@@ -139,8 +143,13 @@ class Worker(whole.Member):
     def pull(self, run: str) -> dict[str, Any]:
         start = time.perf_counter()
         result = self.client.pull_into(f"full:{run}", self.packed[run], timeout=SLOWEST)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "bytes": result.bytes, "path": result.path}
+        end = time.perf_counter()
+        return {
+            "ended": end,
+            "seconds": end - start,
+            "bytes": result.bytes,
+            "path": result.path,
+        }
 
     def compare(self) -> dict[str, Any]:
         """With the whole matrices, rounded by PyTorch."""
@@ -182,7 +191,7 @@ class Run:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantized-")))
         names = ("device", "model", "layers", "divide", "ranks", "workers", "apart")
         common = {name: getattr(options, name) for name in names}
-        common |= {"compact": True, "served": True, "rendezvous": f"file://{folder}/rendezvous"}
+        common |= {"compact": True, "served": True, "rendezvous": rendezvous()}
         self.link = network.Link(stack, loopback=not options.links)
         sides = [{**common, "space": name} for name in self.link.names or ("", "")]
 
@@ -205,10 +214,11 @@ class Run:
         sizes: dict[str, int] = {}
         for turn in range(count + 2):
             for run, kind in RUNS.items():
-                start = time.perf_counter()
                 published = ask(self.ranks, "step", run=run)
                 pulled = ask(self.workers, "pull", run=run)
-                seconds = time.perf_counter() - start
+                # By the processes' clock, which is one: messages to and from them do not count.
+                seconds = max(one["ended"] for one in pulled)
+                seconds -= min(one["begun"] for one in published)
                 sizes[kind] = sum(one["bytes"] for one in pulled)
                 found = {kind: seconds, f"{kind}, limit": self.limit(pulled, gbits)}
                 for what, answers in (("publish", published), ("pull", pulled)):
