@@ -42,6 +42,10 @@ static size_t list_ranks(const fanin_relay *r, list_rank **out)
         memcpy(all[i].incarnation, connection_peer(ranks[i].at)->incarnation,
                sizeof all[i].incarnation);
     }
+    if (!ranks) {
+        free(all);
+        *out = NULL;
+    }
     free(ranks);
     return n;
 }
