@@ -51,6 +51,9 @@ def main() -> None:
         "c.weight": torch.randn(257, 129).half(),
     }
     tensors["c.weight"][200, 100] = float("nan")
+    # Two elements are one number: the largest of a block is the first one of two, and the second.
+    tensors["e.weight"] = torch.full((128, 256), 0.01).bfloat16()
+    tensors["e.weight"][5, 6], tensors["e.weight"][7, 128 + 9] = 3.0, -5.0
     whole = torch.randn(300, 70)
     for told, rule in FORMATS:
         launched.clear()

@@ -364,7 +364,7 @@ def test_kernels_of_gpus(tmp_path: Path) -> None:
     """Triton's, by its interpreter, which has to be chosen before anything imports Triton."""
     with child("kernels", "quantize_kernels.py", {}, tmp_path) as kernels:
         for _ in FORMATS:
-            assert kernels.expect("rounded")["boxes"] == 5
+            assert kernels.expect("rounded")["boxes"] == 6
         assert kernels.wait() == 0
 
 
