@@ -581,6 +581,17 @@ def test_ranks_that_have_pulled_from_two_launches(
     assert guard.standing.torn and updater.manager.scheduler._engine_paused
 
 
+def test_ranks_that_have_pulled_from_two_lives_of_a_rank(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have other bytes under the number of the step, in the same launch."""
+    trainer.commit(1)
+    two_ranks(monkeypatch, incarnations={"0": "78" * 16})
+    told = Updater(StandIn(0, 2)).sync(trainer.request(1))
+    assert "rank 0 of the trainer was started again between the pulls of worker 0 and" in told
+    assert guard.standing.torn
+
+
 def test_pipeline_stages_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.commit(1)
     stages = SimpleNamespace(tp_rank=0, tp_size=1, pp_size=2)

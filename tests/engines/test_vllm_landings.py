@@ -638,5 +638,6 @@ def test_what_it_holds_is_told(place: Place, backend: Backend) -> None:
         "dirty": "",
         "step": None,
         "world": "",
+        "incarnations": {},
         "failed": "",
     }

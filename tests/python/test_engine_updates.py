@@ -125,7 +125,7 @@ def test_the_launch_that_the_weights_are_of() -> None:
         updates.start()
         with updates.pull(3):
             updates.writing(3)
-            updates.came_from(world)
+            updates.came_from(world, {})
         updates.finish()
         assert (updates.holds()["step"], updates.holds()["world"]) == (3, world)
     updates.start()

@@ -53,6 +53,7 @@ class Transfer:
     def __init__(self, name: str) -> None:
         self.main, self.draft = Updates(name), Updates(f"{name}, draft")
         self.fails, self.world, self.of_draft, self.drafts = "", "a" * 32, False, False
+        self.incarnation = "c" * 32
 
     @property
     def updates(self) -> Updates:
@@ -108,7 +109,7 @@ class Worker:
                     transfer.updates.writing(step)
                 if transfer.fails:
                     raise PeerError.make(f"{transfer.fails} the first byte", "mend it", rank=3)
-                transfer.updates.came_from(transfer.world)
+                transfer.updates.came_from(transfer.world, {"3": transfer.incarnation})
         except BaseException:
             self._weight_update_active = False
             transfer.reset_weight_update_target()
@@ -338,6 +339,21 @@ def test_workers_of_two_launches_are_not_resumed() -> None:
     update(core, 7)
     core.resume_scheduler()
     assert core.resumed == 1 and core.fanin_step() == (7, "b" * 32)
+
+
+def test_workers_of_two_lives_of_a_rank_are_not_resumed() -> None:
+    """It may have other bytes under the number of the step, in the same launch."""
+    core = engine(paused=True)
+    transfer = core.workers[1].weight_transfer_engine
+    transfer.incarnation = "d" * 32
+    update(core, 7)
+    said = refused(core)
+    assert "rank 3 of the trainer was started again between the pulls of worker 0 of 2" in said
+    assert "worker 1 of 2" in said
+    transfer.incarnation = "c" * 32
+    update(core, 7)
+    core.resume_scheduler()
+    assert core.resumed == 1
 
 
 def test_a_failure_before_the_first_byte_changes_nothing() -> None:

@@ -116,6 +116,13 @@ def incarnations_of(client: Any) -> dict[str, str]:
     }
 
 
+def restarted_between(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The rank that was started again between two pulls of a launch, by what
+    :func:`incarnations_of` said after each; "" if none was. It may have other bytes under the
+    number of a step."""
+    return next((rank for rank, life in one.items() if other.get(rank, life) != life), "")
+
+
 def is_outlived(client: Any, run: str, then: Mapping[str, str], deadline: float) -> bool:
     """Whether the bytes of a step may be others than when the ranks were those of *then*.
 

@@ -8,7 +8,7 @@ does. It imports neither PyTorch nor vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,7 +75,7 @@ class Updates:
         self._pulled: int | None = None
         self._held: int | None = None
         self._there: int | None = None
-        self._world = ""
+        self._world, self._incarnations = "", dict[str, str]()
         self._dirty = self._failed = ""
 
     @property
@@ -96,7 +96,8 @@ class Updates:
     def reloaded(self) -> None:
         """The engine has loaded its own weights again: they are whole, and those of no step."""
         self._there = self._held = None
-        self._world = self._dirty = self._failed = ""
+        self._world, self._incarnations = "", {}
+        self._dirty = self._failed = ""
 
     def lost(self, why: str) -> None:
         """The weights are gone until they are pulled, or loaded from disk."""
@@ -109,6 +110,7 @@ class Updates:
             step: of the last pull that ended well, whether the update did or not.
             world: the launch of the trainer that the step came from. Another launch has other
                 weights in its step of the same number.
+            incarnations: of the launch's ranks then. So may a rank that was started again in it.
             failed: why the last pull failed, "" if it did not.
         """
         return {
@@ -116,6 +118,7 @@ class Updates:
             "dirty": self._dirty,
             "step": self._there,
             "world": self._world,
+            "incarnations": self._incarnations,
             "failed": self._failed,
         }
 
@@ -161,9 +164,12 @@ class Updates:
         """From now on the weights may be written: they are dirty until the pull has ended well."""
         self._dirty = self._dirty or f"the pull of step {step} has not ended"
 
-    def came_from(self, world: str) -> None:
-        """All of the pull is there, of the launch *world* of the trainer: 32 hex digits."""
-        self._world = world
+    def came_from(self, world: str, incarnations: Mapping[str, str]) -> None:
+        """All of the pull is there, of the launch *world* of the trainer: 32 hex digits.
+
+        incarnations: of its ranks, see :func:`fanin.engine.clients.incarnations_of`.
+        """
+        self._world, self._incarnations = world, dict(incarnations)
 
     def finish(self) -> int:
         """The update is over; its step. Raises StateError, and nothing changes, if nothing was

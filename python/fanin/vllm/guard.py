@@ -34,6 +34,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from fanin.config import inference_setting
+from fanin.engine.clients import restarted_between
 from fanin.engine.faults import from_wire, to_wire
 from fanin.errors import FaninError, HostError, StateError
 
@@ -147,6 +148,11 @@ def not_whole(workers: list[list[dict[str, Any]]]) -> str:
                     f"{first['worker']} has {called(first['step'], first['world'])}, "
                     f"{one['worker']} has {called(one['step'], one['world'])}"
                     + (f": {failed}" if failed else "")
+                )
+            if rank := restarted_between(first["incarnations"], one["incarnations"]):
+                return (
+                    f"rank {rank} of the trainer was started again between the pulls of "
+                    f"{first['worker']} and {one['worker']}"
                 )
     return ""
 
