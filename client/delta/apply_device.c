@@ -6,7 +6,6 @@
 #include "device/devices.h"
 #include "error_set.h"
 #include <stdlib.h>
-#include <string.h>
 
 _Static_assert(PATCH_DIMS == FANIN_MAX_DIMS && PATCH_KERNEL_SEGMENT == PATCH_SEGMENT,
                "what the kernel knows");

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Whether a delta can be read instead of the whole. */
-#include "delta/delta.h"
-
 #include "delta/delta_internal.h"
+
 #include "device/devices.h"
 #include "error_set.h"
 #include "net/client_rules.h"

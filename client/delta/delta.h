@@ -21,7 +21,8 @@ typedef struct delta_source {
     /** of each patch and segment: where its changes are in the staging, DELTA_NONE: they are not
         needed, or there are none */
     uint64_t *at;
-    bool *needed; /**< segments that the plan's pieces touch */
+    bool *needed;      /**< segments that the plan's pieces touch */
+    size_t piece_room; /**< of what is read now */
 } delta_source;
 
 #define DELTA_NONE UINT64_MAX

@@ -5,32 +5,14 @@
 #include "device/devices.h"
 #include "error_set.h"
 #include <stdlib.h>
-#include <string.h>
 
 /* --------------------------------------------------------------------- reading */
 
-/* A source's part of a plan while it grows; its list is the first member of a detail. */
-typedef struct reading_list {
-    read_list list;
-    size_t piece_room, request_room, entry_room;
-} reading_list;
-
 static void clear_plan(delta *d)
 {
-    plan *plan = d->read.plan;
-    for (size_t i = 0; d->details && i < d->whole->n_sources; i++) {
-        reading_list *l = d->details[i];
-        if (plan && plan->ranks)
-            free(plan->ranks[i].pieces);
-        if (l) {
-            free(l->list.requests);
-            free(l->list.entries);
-        }
-        free(l);
-    }
-    if (plan)
-        free(plan->ranks);
-    free(plan);
+    for (size_t i = 0; d->details && i < d->whole->n_sources; i++)
+        d->reader->forget(d->details[i]);
+    plan_free(&d->read.plan);
     free((void *)d->read.reader_of);
     free((void *)d->details);
     d->read = (path_plan){0};
@@ -52,55 +34,9 @@ static bool begin_plan(delta *d)
         return false;
     d->read.plan->ranks = calloc(n + 1, sizeof *d->read.plan->ranks);
     d->read.plan->n_ranks = n;
-    for (size_t i = 0; i < n; i++) {
-        if (!(d->details[i] = calloc(1, sizeof(reading_list))))
-            return false;
-    }
+    for (size_t i = 0; i < n; i++)
+        d->sources[i].piece_room = 0;
     return d->read.plan->ranks != NULL;
-}
-
-/* The request that asks for so many more bytes of the box; NULL: no memory. */
-static read_request *request_for(reading_list *l, const plan_rank *rank, uint64_t box,
-                                 uint64_t length)
-{
-    read_list *list = &l->list;
-    read_request *last =
-        list->n_requests > 0 ? &list->requests[list->n_requests - 1] : NULL;
-    if (last && last->bytes + length <= LIMIT_READ_BYTES &&
-        last->n_entries < LIMIT_READ_ENTRIES &&
-        rank->pieces[last->first_piece].box == box)
-        return last;
-    if (!array_reserve(&list->requests, &l->request_room, list->n_requests + 1,
-                       sizeof *list->requests))
-        return NULL;
-    last = &list->requests[list->n_requests++];
-    *last =
-        (read_request){.first_piece = rank->n_pieces, .first_entry = rank->n_pieces};
-    return last;
-}
-
-/* A piece is an entry. */
-static bool add_piece_read(delta *d, size_t source, const piece *p)
-{
-    reading_list *l = d->details[source];
-    plan_rank *rank = &d->read.plan->ranks[source];
-    read_request *r = request_for(l, rank, p->box, p->length);
-    if (!r ||
-        !array_reserve(&rank->pieces, &l->piece_room, rank->n_pieces + 1,
-                       sizeof *rank->pieces) ||
-        !array_reserve(&l->list.entries, &l->entry_room, rank->n_pieces + 1,
-                       sizeof *l->list.entries))
-        return false;
-    l->list.entries[rank->n_pieces] =
-        (read_entry){.box = p->box, .offset = p->offset, .length = p->length};
-    rank->pieces[rank->n_pieces++] = *p;
-    rank->bytes += p->length;
-    r->n_pieces++;
-    r->n_entries++;
-    r->bytes += p->length;
-    d->read.plan->bytes += p->length;
-    d->read.reader_of[source] = d->reader;
-    return true;
 }
 
 fanin_status delta_read_range(delta *d, size_t source, uint64_t box, uint64_t offset,
@@ -108,18 +44,34 @@ fanin_status delta_read_range(delta *d, size_t source, uint64_t box, uint64_t of
 {
     if (!d->read.plan && !begin_plan(d))
         return error_set_memory(error);
-    while (length > 0) {
-        uint32_t step = (uint32_t)(length < PIECE_MAX ? length : PIECE_MAX);
-        piece p = {.box = (uint32_t)box,
-                   .offset = offset,
-                   .length = step,
-                   .to = d->read.plan->bytes};
-        if (!add_piece_read(d, source, &p))
+    plan_rank *rank = &d->read.plan->ranks[source];
+    for (uint64_t step; length > 0; length -= step, offset += step) {
+        step = length < PIECE_MAX ? length : PIECE_MAX;
+        if (!array_reserve(&rank->pieces, &d->sources[source].piece_room,
+                           rank->n_pieces + 1, sizeof *rank->pieces))
             return error_set_memory(error);
-        offset += step;
-        length -= step;
+        rank->pieces[rank->n_pieces++] = (piece){.box = (uint32_t)box,
+                                                 .offset = offset,
+                                                 .length = (uint32_t)step,
+                                                 .to = d->read.plan->bytes};
+        rank->bytes += step;
+        d->read.plan->bytes += step;
+        d->read.reader_of[source] = d->reader;
     }
     return FANIN_OK;
+}
+
+static fanin_status make_lists(delta *d, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < d->whole->n_sources && status == FANIN_OK; i++) {
+        if (!d->read.reader_of[i])
+            continue;
+        read_list *list = d->details[i] = calloc(1, sizeof *list);
+        status = list ? read_list_build(d->read.plan, i, NULL, NULL, NULL, list, error)
+                      : error_set_memory(error);
+    }
+    return status;
 }
 
 /* What was there has been read. */
@@ -146,7 +98,8 @@ fanin_status delta_end_plan(delta *d, const char **because, fanin_error *error)
         *because = delta_too_large;
         return FANIN_OK;
     }
-    return make_staging(d, d->read.plan->bytes + 1, because, error);
+    fanin_status status = make_staging(d, d->read.plan->bytes + 1, because, error);
+    return status == FANIN_OK ? make_lists(d, error) : status;
 }
 
 /* ----------------------------------------------------------------- directories */

@@ -260,7 +260,7 @@ typedef struct read_list {
 } read_list;
 
 /** Requests for the pieces of source @p index: neighbouring whole boxes become one entry. Linear.
-    */
+    @p boxes and @p keys NULL: they are of no table, and each request is of one box. */
 fanin_status read_list_build(const plan *plan, size_t index, const box_table *boxes,
                              const key_table *keys, work_stop *stop, read_list *out,
                              fanin_error *error);

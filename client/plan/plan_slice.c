@@ -362,12 +362,13 @@ fanin_status read_list_build(const plan *plan, size_t index, const box_table *bo
         piece_ranges ranges = piece_ranges_of(plan, p);
         if (work_stopped(stop))
             return give_up_list(&list, stop, error);
-        if (is_request_full(open, &ranges)) {
+        bool another = !boxes && i > 0 && p->box != p[-1].box;
+        if (another || is_request_full(open, &ranges)) {
             list.n_requests++;
             open = &list.requests[list.n_requests];
             *open = (read_request){.first_piece = i, .first_entry = n_entries};
         }
-        bool whole = ranges.count == 1 && is_whole_box(p, boxes, keys);
+        bool whole = boxes && ranges.count == 1 && is_whole_box(p, boxes, keys);
         add_read_piece(&list, open, &n_entries, p, &ranges, whole);
     }
     list.n_requests += open->n_pieces > 0;

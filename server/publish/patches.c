@@ -11,8 +11,6 @@
 
 /* ------------------------------------- between two arenas on a device */
 
-_Static_assert(PATCH_KERNEL_SEGMENT == PATCH_SEGMENT, "segments of the kernels");
-
 /* Before the copies into @p arena of a publication that keeps patches: what is between boxes is
    zeroed once, in the order of the part's stream, as it is compared as well. */
 static void device_patch_prepare(arena_plan *plan, uint32_t part, unsigned arena)

@@ -230,7 +230,7 @@ static uint64_t serve(const scene *s)
         const plan_rank *rank = &d->read.plan->ranks[i];
         const read_list *list = d->details[i];
         uint64_t entries = 0;
-        for (uint64_t j = 0; j < list->n_requests; j++)
+        for (uint64_t j = 0; list && j < list->n_requests; j++)
             entries += list->requests[j].n_entries;
         assert_int_equal(entries, rank->n_pieces);
         for (uint64_t j = 0; j < rank->n_pieces; j++) {
