@@ -31,18 +31,10 @@ json_t *base_json(const base_step *step, uint64_t seed)
     return json;
 }
 
-/* @p size bytes of so many pairs of digits, and nothing else. */
 static bool read_digits(const json_t *json, uint8_t *out, size_t size)
 {
     const char *text = json_string_value(json);
-    if (!text || strlen(text) != 2 * size ||
-        strspn(text, "0123456789abcdef") != 2 * size)
-        return false;
-    for (size_t i = 0; i < size; i++) {
-        char pair[3] = {text[2 * i], text[2 * i + 1], '\0'};
-        out[i] = (uint8_t)strtoul(pair, NULL, 16);
-    }
-    return true;
+    return text && strlen(text) == 2 * size && hex_read(text, out, size);
 }
 
 static bool read_copy(const json_t *json, base_rank *out)

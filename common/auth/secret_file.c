@@ -96,28 +96,6 @@ static const own_file_rules rules = {
     .leaked = "secret",
 };
 
-/* -1: it is no digit. */
-static int hex_value(uint8_t c)
-{
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    if (c >= 'a' && c <= 'f')
-        return c - 'a' + 10;
-    return c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-}
-
-bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE])
-{
-    for (size_t i = 0; i < SECRET_SIZE; i++) {
-        int high = hex_value((uint8_t)text[2 * i]);
-        int low = high < 0 ? -1 : hex_value((uint8_t)text[2 * i + 1]);
-        if (low < 0)
-            return false;
-        out[i] = (uint8_t)(high << 4 | low);
-    }
-    return true;
-}
-
 static bool secret_file_parse(const uint8_t *text, size_t size,
                               uint8_t out[SECRET_SIZE])
 {
@@ -127,7 +105,7 @@ static bool secret_file_parse(const uint8_t *text, size_t size,
         memcpy(out, text, SECRET_SIZE);
         return true;
     }
-    return size == HEX_SIZE && secret_of_hex((const char *)text, out);
+    return size == HEX_SIZE && hex_read((const char *)text, out, SECRET_SIZE);
 }
 
 /* As an unset variable or an empty disk leaves it. */

@@ -24,9 +24,6 @@ const char *secret_file_of(const char *configured);
 fanin_status secret_file_read(const char *path, uint8_t out[SECRET_SIZE],
                               fanin_error *error);
 
-/** From 64 hexadecimal digits, whatever follows them. False: they are not that many. */
-bool secret_of_hex(const char *text, uint8_t out[SECRET_SIZE]);
-
 /*
  * Keys out of a launch's secret, by HKDF with SHA-256 (RFC 5869; PROTOCOL.md, "Secured
  * connections"). Who has a derived key learns nothing of the secret, nor of another key.

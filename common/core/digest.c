@@ -83,6 +83,26 @@ void digest_hex(const uint8_t bytes[16], char out[33])
     out[32] = '\0';
 }
 
+static int hex_digit(char c)
+{
+    if (c >= '0' && c <= '9')
+        return c - '0';
+    c = (char)(c | 0x20);
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+bool hex_read(const char *text, uint8_t *out, size_t size)
+{
+    for (size_t i = 0; i < size; i++) {
+        int high = hex_digit(text[2 * i]);
+        int low = high < 0 ? -1 : hex_digit(text[2 * i + 1]);
+        if (low < 0)
+            return false;
+        out[i] = (uint8_t)(high << 4 | low);
+    }
+    return true;
+}
+
 bool random_bytes(void *out, size_t size)
 {
     uint8_t *at = out;

@@ -33,6 +33,9 @@ digest digest_of_words(uint64_t low, uint64_t high);
 bool digest_equal(const digest *a, const digest *b);
 /** 32 hex digits and a NUL. */
 void digest_hex(const uint8_t bytes[16], char out[33]);
+/** So many bytes of two hex digits each, of either case. False: one of them is no digit, and
+    nothing behind it was looked at. */
+bool hex_read(const char *text, uint8_t *out, size_t size);
 
 /** getrandom(2), retried; false only if the kernel has none. */
 bool random_bytes(void *out, size_t size);

@@ -3,6 +3,7 @@
    is good for other connections is left in the memory of a process that has closed what had it.
    (OpenSSL gives the memory of a connection back with that one's traffic secrets in it.) What is
    looked for is kept here as its complement alone. */
+#include "digest.h"
 #include "ends.h"
 #include "secrets.h"
 #include "testing.h"
@@ -54,7 +55,7 @@ static void on_secret(const SSL *ssl, const char *line)
     uint8_t secret[KEY_SIZE];
     const char *text = strrchr(line, ' ');
     (void)ssl;
-    if (strstr(line, "_TRAFFIC_SECRET_0 ") && secret_of_hex(text + 1, secret))
+    if (strstr(line, "_TRAFFIC_SECRET_0 ") && hex_read(text + 1, secret, sizeof secret))
         look_for("a connection's traffic secret", secret);
     explicit_bzero(secret, sizeof secret);
 }

@@ -9,6 +9,7 @@
 #include "fetch/session.h"
 #include "fetch/tensor_directory.h"
 
+#include "digest.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -80,7 +81,8 @@ static bool read_identity(verifier *v, const json_t *root)
     if (world == NULL || publication == NULL ||
         !read_step(json_object_get(root, "step"), &v->step) ||
         !options_is_publication(publication) ||
-        !output_parse_hex(world, v->world_id, sizeof v->world_id))
+        strlen(world) != 2 * sizeof v->world_id ||
+        !hex_read(world, v->world_id, sizeof v->world_id))
         return false;
     snprintf(v->publication, sizeof v->publication, "%s", publication);
     v->dtype = dtype != NULL ? fanin_dtype_from_name(dtype) : 0;

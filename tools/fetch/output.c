@@ -294,28 +294,6 @@ void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
     }
 }
 
-static int hex_digit(char c)
-{
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    c = (char)(c | 0x20);
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
-bool output_parse_hex(const char *text, uint8_t *bytes, size_t size)
-{
-    if (strlen(text) != 2 * size)
-        return false;
-    for (size_t i = 0; i < size; i++) {
-        int high = hex_digit(text[2 * i]);
-        int low = hex_digit(text[2 * i + 1]);
-        if (high < 0 || low < 0)
-            return false;
-        bytes[i] = (uint8_t)(high << 4 | low);
-    }
-    return true;
-}
-
 /* ------------------------------------------------------------- files of JSON */
 
 json_t *json_file_read(int descriptor, json_error_t *why)

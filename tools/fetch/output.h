@@ -74,9 +74,6 @@ void output_append(char *out, size_t size, const char *format, ...)
 void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
                    size_t count);
 
-/** Parses exactly @p size bytes of hexadecimal digits. */
-bool output_parse_hex(const char *text, uint8_t *bytes, size_t size);
-
 /* ------------------------------------------------------------- files of JSON */
 
 /** What the file says, NULL: it is no JSON, or has a key twice in one object, which @p why tells.

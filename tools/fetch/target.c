@@ -4,6 +4,7 @@
 #include "fetch/options.h"
 #include "fetch/output.h"
 
+#include "digest.h"
 #include "socket.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -389,7 +390,8 @@ bool target_is_file(const char *text)
 bool target_world_id(const char *text, uint8_t world_id[FANIN_WORLD_ID_SIZE])
 {
     static const uint8_t zero[FANIN_WORLD_ID_SIZE];
-    return output_parse_hex(text, world_id, FANIN_WORLD_ID_SIZE) &&
+    return strlen(text) == 2 * FANIN_WORLD_ID_SIZE &&
+           hex_read(text, world_id, FANIN_WORLD_ID_SIZE) &&
            memcmp(world_id, zero, sizeof zero) != 0;
 }
 
