@@ -4,7 +4,7 @@ place is what their own loaders put in place.
 
 A program: `sglang_families.py NAME...`, one line of JSON for each family, layout and rank. One
 process plays every rank in turn. Kernels are not needed to load. The name "pairs" stands for
-trainers and engines that quantize otherwise than each other.
+trainers and engines that quantize otherwise than each other, "rows" for a scale for each row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 import torch
 from families import FAMILIES, Entry, Layout, checkpoint, served, values
+from full_models import random_model
+from quantized import CHANNEL, FIELDS, random_tensors, whole_in_fp8
 
 MODULES = {
     "qwen2": "qwen2",
@@ -112,12 +114,13 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
 
 
 def poisoned(kind: Any, config: Any) -> Any:
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.quantization import get_quantization_config
 
     how = getattr(config, "quantization_config", None)
+    method = how and get_quantization_config(how["quant_method"]).from_config(how)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = kind(config, quant_config=how and Fp8Config.from_config(how)).eval()
+        model = kind(config, quant_config=method).eval()
     finally:
         torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
@@ -237,7 +240,39 @@ def pairs() -> Iterator[dict[str, Any]]:
                 }
 
 
+def rows() -> Iterator[dict[str, Any]]:
+    """An update of an engine that SGLang has started: it has laid out the weights anew."""
+    from fanin.sglang import Request, load
+    from fanin.sglang.guard import standing
+    from fanin.sglang.request import encode
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # SGLang asks on a CPU too
+    config = random_model("qwen3", **FIELDS).config
+    config.quantization_config = copy.deepcopy(CHANNEL)
+    content = whole_in_fp8(random_tensors(), end="_scale", block=None)
+    told = {"quantization": json.dumps(CHANNEL)}
+    with served(content, metadata=told) as addresses, rank_of(Layout(1), 0):
+        request = Request(trainer=addresses, step=1, timeout=120)
+        model = poisoned(Qwen3ForCausalLM, config)
+        with torch.no_grad():
+            model.load_weights(iter(content.items()))
+        DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
+        before = {name: bits(one).clone() for name, one in tensors_of(model).items()}
+        DefaultModelLoader.restore_weights_before_loading(model, torch.device("cpu"))
+        standing.begin()
+        load(model, pickle.loads(base64.b64decode(encode(request))))
+        after = tensors_of(model)
+        yield {
+            "family": "rows",
+            "failure": standing.failure,
+            "written": [name for name in after if not torch.equal(bits(after[name]), before[name])],
+        }
+
+
 if __name__ == "__main__":
+    others = {"pairs": pairs, "rows": rows}
     for chosen in sys.argv[1:]:
-        for line in pairs() if chosen == "pairs" else run(chosen):
+        for line in others[chosen]() if chosen in others else run(chosen):
             print(json.dumps(line), flush=True)

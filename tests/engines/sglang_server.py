@@ -43,6 +43,16 @@ def sglang_environment(*paths: str, **more: str) -> dict[str, str]:
     return environment
 
 
+def plugin_of(scratch: Path, module: str) -> str:
+    """The path with which SGLang finds this module's `register` as a plugin."""
+    folder = scratch / "fanin_tests-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fanin-tests\nVersion: 0\n")
+    entry = f"[sglang.srt.plugins]\nfanin_tests = {module}:register\n"
+    (folder / "entry_points.txt").write_text(entry)
+    return str(scratch)
+
+
 class SGLangServer(HttpServer):
     """The server, its scheduler of each rank and its detokenizer.
 
@@ -124,6 +134,11 @@ class SGLangServer(HttpServer):
         while words not in self.log_text():
             assert time.monotonic() < deadline, f"no {words!r} within {within:.0f} s"
             time.sleep(0.05)
+
+    def seen(self, prompts: Sequence[Sequence[int]], count: int) -> Any:
+        """What a user sees of the weights; nothing is left of what was computed before."""
+        self.post("/flush_cache")
+        return self.output(prompts, count), self.checksums()
 
     def checksums(self) -> Any:
         """Of every parameter, rank after rank."""

@@ -77,3 +77,11 @@ def test_another_quantization_is_refused() -> None:
         assert names[line["case"]][not line["told"]] in line["failure"], line
         helps = "quantize=" if line["case"] == "plain trainer" else "--json-model-override-args"
         assert helps in line["failure"], line
+
+
+def test_scales_of_rows_are_refused() -> None:
+    """SGLang turns these weights once it has loaded them, and its own loader does not fit then."""
+    (line,) = lines_of(["rows"])
+    assert "the loader failed with" in line["failure"], line
+    assert "into parameter (torch.Size([384, 256]))" in line["failure"], line
+    assert line["written"] == [], line

@@ -14,7 +14,7 @@ from fanin.errors import HostError, RequestError
 from fanin.sync import Registry, SyncError
 from fanin.torch import WeightServer
 from full_models import random_model, save_full_model
-from sglang_server import SGLangServer, needs_sglang
+from sglang_server import SGLangServer, needs_sglang, plugin_of
 
 pytestmark = needs_sglang
 
@@ -23,13 +23,9 @@ pytestmark = needs_sglang
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     """Whose guards are taken out: the check alone has to notice."""
     scratch = tmp_path_factory.mktemp("served")
-    plugin = scratch / "fanin_tests-0.dist-info"
-    plugin.mkdir()
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: fanin-tests\nVersion: 0\n")
-    entry = "[sglang.srt.plugins]\nfanin_tests = sglang_without_guards:register\n"
-    (plugin / "entry_points.txt").write_text(entry)
+    paths = (plugin_of(scratch, "sglang_without_guards"),)
     model = save_full_model(scratch / "model", "qwen2")
-    one = SGLangServer(model, scratch, ranks=2, paths=(str(scratch),))
+    one = SGLangServer(model, scratch, ranks=2, paths=paths)
     try:
         yield one.wait_ready()
     finally:
