@@ -46,6 +46,9 @@ static int chain_from(const patch_offers *offers, uint64_t generation)
     return CLIENT_RULE(CLIENT_RULE_BASE) || offers->count == 0 ? -1 : 1;
 }
 
+static const char another_plan[] =
+    "the destination holds what another plan has brought";
+
 /* NULL: the source has a chain from what the base holds of it. */
 static const char *find_chain(const delta_scene *s, const base_rank *held,
                               size_t source, delta_source *out)
@@ -54,6 +57,8 @@ static const char *find_chain(const delta_scene *s, const base_rank *held,
     const announcement *a = &s->announced[peer];
     const msg_hello_ok *rank = connection_peer(s->client->peers[peer].control);
     int chain = chain_from(&a->patches, held->generation);
+    if (held->generation == 0) /* a replica of it was read */
+        return another_plan;
     if (CLIENT_RULE(CLIENT_RULE_BASE)) {
         if (memcmp(held->incarnation, rank->incarnation, sizeof held->incarnation) != 0)
             return "a rank was started again";
@@ -70,9 +75,8 @@ static const char *find_chain(const delta_scene *s, const base_rank *held,
 
 static const char *find_chains(delta *d, const delta_scene *s, const base_step *base)
 {
-    static const char another[] = "the destination holds what another plan has brought";
     const digest none = {0};
-    const char *because = base->n == s->plan->n_sources ? NULL : another;
+    const char *because = base->n == s->plan->n_sources ? NULL : another_plan;
     for (size_t i = 0; i < s->plan->n_sources && !because; i++) {
         if (is_needed(s->plan, i))
             because = find_chain(s, &base->ranks[i], i, &d->sources[i]);
@@ -80,7 +84,7 @@ static const char *find_chains(delta *d, const delta_scene *s, const base_step *
     if (because ||
         (digest_equal(&base->of, &s->name) && !digest_equal(&s->name, &none)))
         return because;
-    return another;
+    return another_plan;
 }
 
 fanin_status delta_blame(const delta *d, size_t source, fanin_error *error,

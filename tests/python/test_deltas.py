@@ -136,6 +136,24 @@ def test_a_relay_is_something_else(world: World, reader: Reader) -> None:
         assert "not known" in reader.pull().whole_because
 
 
+def test_a_replica_that_was_not_read_before() -> None:
+    """Of which the memory holds nothing; it was not started again."""
+    now, got = np.ones(SHAPE, np.uint16), np.zeros(SHAPE, np.uint16)
+    packed = local_world.packed({"a": got})
+    with local_world.servers(2) as ranks:
+        for server in ranks:
+            server.put(RUN, [fanin.shard_of("a", now)])
+            server.commit(RUN, 1, snapshot=True, wait=True, deltas=4)
+        read: set[int] = set()
+        while len(read) < 2:  # each client chooses by itself
+            with local_world.client_of(ranks) as client:
+                result = client.pull_into(RUN, packed, timeout=PATIENCE, deltas=True)
+            of = {one["rank"] for one in result.ranks if one["bytes"]}
+            because = result.whole_because
+            read |= of
+    assert because == "the destination holds what another plan has brought"
+
+
 def test_refusals(world: World, reader: Reader) -> None:
     with pytest.raises(RequestError, match="fanin.pack"):
         reader.client.pull_into(RUN, reader.got, deltas=True)
