@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as _DTensor
 
-MOST = 16 << 20
+MOST = 12 << 20
 """Bytes that are gathered at a time, unless one factor has more. Twice as many are held."""
 
 _spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")

@@ -28,7 +28,7 @@ from fanin.torch._tree import PARAMETER
 _log = logging.getLogger("fanin.torch")
 _ROWS, _COLUMNS, _WARPS = 64, 128, 4
 _ALIGNMENT = 16
-_FEW, _HELD = 64 << 20, 64 << 20
+_FEW, _HELD = 64 << 20, 24 << 20
 """Bytes of results that wait for a step's first launch, as a GPU is not to wait for all that Python
 prepares; each later one takes _MORE times as much as those before it. And bytes of factors that
 wait, as what was gathered is freed behind the launch."""
