@@ -159,14 +159,6 @@ static fanin_status apply_to_device(const delta *d, int device, const uint8_t *b
     return status;
 }
 
-static fanin_status await_kernels(device_memory *m, int device, deadline at,
-                                  fanin_error *error)
-{
-    gpu_stream *stream;
-    fanin_status status = device_memory_stream(m, device, &stream, error);
-    return status == FANIN_OK ? gpu_stream_wait(stream, at, error) : status;
-}
-
 fanin_status delta_await_stream(const delta *d, const fanin_stream *after, deadline at,
                                 fanin_error *error)
 {
@@ -194,19 +186,23 @@ fanin_status delta_await_stream(const delta *d, const fanin_stream *after, deadl
 fanin_status delta_apply_devices(const delta *d, const uint8_t *base,
                                  fanin_error *error)
 {
+    device_memory *m = d->client->devices->memory;
     fanin_status status = FANIN_OK;
     bool late = false;
     for (size_t i = 0; i < d->devices.n && status == FANIN_OK; i++)
         status = apply_to_device(d, d->devices.device[i], base, error);
     deadline at = deadline_in_ms(DEVICE_DRAIN_MS);
     for (size_t i = 0; i < d->devices.n; i++) {
+        gpu_stream *stream;
+        fanin_error *why = status == FANIN_OK ? error : NULL;
         fanin_status ended =
-            await_kernels(d->client->devices->memory, d->devices.device[i], at,
-                          status == FANIN_OK ? error : NULL);
+            device_memory_stream(m, d->devices.device[i], &stream, why);
+        if (ended == FANIN_OK)
+            ended = gpu_stream_wait(stream, at, why);
         late = late || ended == FANIN_ERR_TIMEOUT;
         status = status == FANIN_OK ? ended : status;
     }
     if (late)
-        device_memory_leave(d->client->devices->memory);
+        device_memory_leave(m);
     return late ? FANIN_ERR_TIMEOUT : status;
 }
