@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -467,6 +468,17 @@ def test_the_command(trainer: Trainer, tmp_path: Path) -> None:
         "there is no older directory",
     )
     assert "base_step" not in json.loads(run(trainer, tmp_path / "plain", "--json"))
+
+
+def test_the_rate_of_reading(trainer: Trainer, old: Path) -> None:
+    """Is that of the patches: no link carries the whole in that time."""
+    told = run(trainer, old, "--delta-from", old)
+    found = re.search(r"^read +([\d.]+) (us|ms|s) +([\d.]+) (MB|GB)/s$", told, re.M)
+    assert found, told
+    took, unit, rate, prefix = found.groups()
+    seconds = float(took) * {"us": 1e-6, "ms": 1e-3, "s": 1}[unit]
+    read = seconds * float(rate) * {"MB": 1e6, "GB": 1e9}[prefix]
+    assert read < sum(one.nbytes for one in trainer.now.values()) / 4
 
 
 def test_the_list(trainer: Trainer, old: Path) -> None:

@@ -41,6 +41,14 @@ static bool moves_bytes(const report_phase *phase)
            strcmp(name, "total") == 0 || strcmp(name, "write") == 0;
 }
 
+/* That the phase went through: of a pull by patches they alone were read. */
+static uint64_t bytes_moved(const fanin_result_info *info, const report_phase *phase)
+{
+    bool patches = info->patch_bytes > 0 && info->whole_because == NULL;
+    return patches && strcmp(phase->name, "read") == 0 ? info->patch_bytes
+                                                       : info->bytes;
+}
+
 static json_t *checksums_json(const fanin_result_info *info)
 {
     if (info->transport_checksums == FANIN_CHECKSUMS_LOCAL)
@@ -167,7 +175,7 @@ void report_print(const fanin_result_info *info)
             continue;
         printf("%-9s %12s", p->name, output_duration(ns).s);
         if (moves_bytes(p) && !info->reused)
-            printf("  %12s", output_rate(info->bytes, ns).s);
+            printf("  %12s", output_rate(bytes_moved(info, p), ns).s);
         putchar('\n');
     }
 }
