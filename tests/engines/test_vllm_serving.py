@@ -281,6 +281,16 @@ def placeless() -> collections.abc.Iterator[list[str]]:
         yield addresses
 
 
+def test_an_adapter_without_a_place_is_refused(place: Place) -> None:
+    with placeless() as addresses:
+        moved = place.engine.metric("fanin_pull_bytes_total")
+        with pytest.raises(Refused, match="gives 256") as caught:
+            place.load("placeless-run0-step1", trainer_addresses=addresses)
+    assert caught.value.status == 400 and "layers.1.mlp.gate_proj" in caught.value.message
+    assert place.engine.metric("fanin_pull_bytes_total") == moved
+    assert "placeless-run0-step1" not in place.engine.names()
+
+
 # ------------------------------------------------------------------------------- retirement
 
 
