@@ -11,6 +11,7 @@
 #include "fuzz.h"
 #include "net/connection.h"
 #include "plan_world.h"
+#include "stream/stream_link.h"
 
 #include <endian.h>
 #include <string.h>
@@ -292,6 +293,7 @@ static verdict pull(const scene *s, patch_offers *offers, told (*patches)[CHAIN]
     *d = (delta){.client = &client,
                  .whole = &s->whole,
                  .most = s->whole.plan->bytes / 2,
+                 .reader = &stream_reader,
                  .sources = calloc(SOURCES, sizeof *d->sources)};
     check(d->sources != NULL);
     for (size_t i = 0; i < s->whole.n_sources; i++)
