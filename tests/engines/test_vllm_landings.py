@@ -241,6 +241,35 @@ def test_half_a_module_is_no_step(part: Place, kind: str) -> None:
         landing.close()
 
 
+@pytest.mark.parametrize("kind", ["mixed", "loader"])
+def test_a_rank_that_is_started_again_between_two_pulls_of_a_step(
+    place: Place, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same launch, and to the same step, of which it has other bytes."""
+    end = time.monotonic() + 60
+    published = place.trainer.ready(end)
+    client, life = place.trainer.client, (place.server.world_id, place.server.port)
+    pull, pulls = client.pull_into, []
+
+    def once_then_again(*arguments: Any, **how: Any) -> Any:
+        pulls.append(pull(*arguments, **how))
+        if len(pulls) == 1:
+            place.server.close()
+            place.server = fanin.Server(world_id=life[0], rank=0, world_size=1, base_port=life[1])
+            other = at_step(place.first, 5)
+            place.server.put("full:0", [fanin.shard_of(n, t) for n, t in other.items()])
+            place.server.commit("full:0", 1)
+        return pulls[-1]
+
+    with place.engine.rank(0) as model:
+        prepared(model, Nothing, place.engine.config, place.now)
+        landing = place.landing(kind, model, published)
+        monkeypatch.setattr(client, "pull_into", once_then_again)
+        with pytest.raises(fanin.StaleError, match="rank 0 of the trainer was started again while"):
+            landing.pull(place.trainer, 1, end, lambda: None)
+        landing.close()
+
+
 def test_padding_that_vllm_declares_is_not_missed(part: Place) -> None:
     with part.engine.rank(0) as model:
         weight = model.model.layers[1].mlp.gate_up_proj.weight

@@ -12,8 +12,9 @@ from typing import Any
 
 from fanin._dtypes import torch_types
 from fanin._records import PullProgress, PullResult
+from fanin.engine.clients import incarnations_of, restarted_between
 from fanin.engine.trainers import Published, Trainer, left
-from fanin.errors import PeerError
+from fanin.errors import PeerError, StaleError
 
 _log = logging.getLogger("fanin.engine")
 
@@ -21,7 +22,27 @@ _SAY_EVERY = 5.0
 
 
 @dataclass
-class Summary:
+class Origin:
+    """What the pulls of one update came from. worlds: launches of the trainer. incarnations: of
+    their ranks after the last pull."""
+
+    worlds: set[str] = field(default_factory=set)
+    incarnations: dict[str, str] = field(default_factory=dict)
+
+    def came_from(self, client: Any, result: PullResult) -> None:
+        """*client* has brought *result*. StaleError: since the pull before, a rank was started
+        again in the same launch. Of several launches tells who has all pulls."""
+        self.worlds.add(str(result.world_id))
+        lives = incarnations_of(client)
+        rank = restarted_between(self.incarnations, lives)
+        if rank and len(self.worlds) == 1:
+            text = f"rank {rank} of the trainer was started again while step {result.step} was read"
+            raise StaleError.make(text, "update again")
+        self.incarnations.update(lives)
+
+
+@dataclass
+class Summary(Origin):
     """What an update did. bytes: that were read. Seconds: ready, until the first byte could be
     read; read and install, which may overlap; proof, until all ranks had said that it holds."""
 
@@ -38,12 +59,12 @@ class Summary:
     #: Why all of it was read though deltas were asked for.
     whole_because: str = ""
     restarts: int = 0
-    #: Launches of the trainer that it came from.
-    worlds: set[str] = field(default_factory=set)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, which JSON has too."""
-        return asdict(self) | {"worlds": sorted(self.worlds)}
+        told = asdict(self) | {"worlds": sorted(self.worlds)}
+        del told["incarnations"]  # for this worker alone
+        return told
 
     def __str__(self) -> str:
         rate = self.bytes / self.read / 1e9 if self.read else 0.0
@@ -175,7 +196,7 @@ def lend(
 ) -> Iterator[tuple[str, Any]]:
     """Whole tensors for an engine's own loader, a decoder layer at a time.
 
-    One exact step of one world has the same bytes in every pull.
+    One exact step has the same bytes in every pull from the same lives of the ranks.
 
     Args:
         came: told of each pull, before its tensors are given.

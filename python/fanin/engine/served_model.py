@@ -159,6 +159,7 @@ class Prefetch:
             path=f"{result.path}{relayed}, read ahead into {self._shadow.place}",
             restarts=result.restarts,
             worlds={str(result.world_id)},
+            incarnations=self._incarnations,
         )
         note_delta(summary, result, self._shadow.holds)
         return summary

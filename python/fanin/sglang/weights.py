@@ -27,9 +27,9 @@ from typing import Any
 from fanin._allowed import check_by_config
 from fanin._records import PullResult
 from fanin.config import inference_setting
-from fanin.engine.clients import Source, incarnations_of, restarted_between
+from fanin.engine.clients import Source, restarted_between
 from fanin.engine.deltas import Asking
-from fanin.engine.landing import lend, part_of
+from fanin.engine.landing import Origin, lend, part_of
 from fanin.engine.trainers import Published, Trainer, left, without
 from fanin.errors import FaninError, PeerError, RequestError, StaleError
 from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
@@ -110,9 +110,8 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 @dataclass
-class _Report:
+class _Report(Origin):
     """What a pull did on one rank, or on all of them. writing: from when on weights are at stake.
-    worlds: launches of the trainer that it came from. incarnations: of its ranks after the pull.
     taken: published tensors of which this rank does not take all."""
 
     failure: str = ""
@@ -120,19 +119,7 @@ class _Report:
     bytes: int = 0
     seconds: float = 0.0
     how: list[str] = field(default_factory=list)
-    worlds: set[str] = field(default_factory=set)
-    incarnations: dict[str, str] = field(default_factory=dict)
     taken: Taken = ()
-
-    def came(self, client: Any, pulled: PullResult) -> None:
-        """A pull has ended well. Raises StaleError if a rank was started again since the last, in
-        the same launch: of several launches tells who hears all workers."""
-        self.worlds.add(str(pulled.world_id))
-        lives = incarnations_of(client)
-        rank = restarted_between(self.incarnations, lives)
-        if rank and len(self.worlds) == 1:
-            raise StaleError.make(f"{_started_again(rank)} of a worker", "sync again")
-        self.incarnations.update(lives)
 
     def fail(self, error: Exception) -> None:
         known = isinstance(error, FaninError)
@@ -320,7 +307,7 @@ class _Live:
                 changed = part_of(read, pulled.bytes, pulled.base_step)
         self._packed.settle()
         report.bytes += read
-        report.came(trainer.client, pulled)
+        report.came_from(trainer.client, pulled)
         report.how.append(f"{pulled.tensors} tensors by {pulled.path}{relayed}{changed}")
 
 
@@ -360,7 +347,7 @@ def _by_loader(
     def came(pulled: PullResult) -> None:
         report.bytes += pulled.bytes
         report.writing = True
-        report.came(trainer.client, pulled)
+        report.came_from(trainer.client, pulled)
 
     device = next(model.parameters()).device
     with torch.no_grad():
@@ -552,7 +539,10 @@ def _agreed(mine: _Report, shapes: dict[str, tuple[int, ...]]) -> _Report:
     for worker, one in enumerate(everybody):
         again = restarted_between(everybody[0].incarnations, one.incarnations)
         if again:
-            text = f"{_started_again(again)} of worker 0 and worker {worker}"
+            text = (
+                f"rank {again} of the trainer was started again between the pulls of worker 0 and"
+                f" worker {worker}"
+            )
             whole.failure = str(StaleError.make(text, "sync again"))
             return whole
     try:
@@ -560,10 +550,6 @@ def _agreed(mine: _Report, shapes: dict[str, tuple[int, ...]]) -> _Report:
     except FaninError as error:
         whole.failure = str(error)
     return whole
-
-
-def _started_again(rank: str) -> str:
-    return f"rank {rank} of the trainer was started again between the pulls"
 
 
 def _of_several_launches(everybody: list[_Report]) -> str:

@@ -109,7 +109,7 @@ class LoaderLanding(Landing):
             summary.tensors += result.tensors
             summary.restarts += result.restarts
             summary.path = result.path
-            summary.worlds.add(str(result.world_id))
+            summary.came_from(trainer.client, result)
 
         writing()
         reload.begin(self._model, self._modules, self._others)
@@ -344,7 +344,7 @@ class MappedLanding(Landing):
         loaded = Summary()
         if self._loader is not None:
             loaded = self._loader.pull(trainer, step, deadline, writing)
-        summary = Summary()
+        summary = Summary(worlds=set(loaded.worlds), incarnations=dict(loaded.incarnations))
         attempt = self._changed if self._asking and self.holds_steps else self._attempt
         with torch.no_grad():
             while True:
@@ -361,8 +361,8 @@ class MappedLanding(Landing):
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
         summary.read = result.read
         note_delta(summary, result, self._bytes)
-        summary.worlds.add(str(result.world_id))
-        if not loaded.worlds <= summary.worlds:
+        summary.came_from(trainer.client, result)
+        if len(summary.worlds) > 1:
             raise _launches(step)
         fields = ("bytes", "tensors", "read", "install", "restarts")
         return replace(summary, **{f: getattr(summary, f) + getattr(loaded, f) for f in fields})

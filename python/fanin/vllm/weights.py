@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from fanin._allowed import check_by_config
 from fanin._options import relay
 from fanin.config import inference_setting
-from fanin.engine.clients import Source, incarnations_of
+from fanin.engine.clients import Source
 from fanin.engine.deltas import Asking, check_deltas, counts
 from fanin.engine.landing import Landing, Summary
 from fanin.engine.served_model import Prefetch, ServedModel
@@ -757,9 +757,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _did(self, target: ServedModel, step: int, summary: Summary) -> None:
         target.last = summary
-        assert target.trainer is not None
-        ranks = incarnations_of(target.trainer.client)
-        target.updates.came_from(", ".join(sorted(summary.worlds)), ranks)
+        target.updates.came_from(", ".join(sorted(summary.worlds)), summary.incarnations)
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
 
 
