@@ -16,17 +16,16 @@ static uint64_t claim(const member *m, uint64_t unit)
     return x ^ x >> 31;
 }
 
-/* Incarnations are random: two of one claim differ in their ids. */
-static bool precedes(const member *a, const member *b, uint64_t unit)
-{
-    uint64_t x = claim(a, unit), y = claim(b, unit);
-    return x != y ? x > y : memcmp(a->id, b->id, sizeof a->id) > 0;
-}
-
 int member_compare(const void *a, const void *b)
 {
     return memcmp(((const member *)a)->id, ((const member *)b)->id,
                   sizeof((const member *)a)->id);
+}
+
+/* Of the claims @p x and @p y. Incarnations are random: two of one claim differ in their ids. */
+static bool precedes(const member *a, uint64_t x, const member *b, uint64_t y)
+{
+    return x != y ? x > y : member_compare(a, b) > 0;
 }
 
 void duty_deal(const member *members, size_t n_members, uint32_t *owner, size_t n_units,
@@ -41,8 +40,7 @@ void duty_deal(const member *members, size_t n_members, uint32_t *owner, size_t 
             if (load[i] > least || (load[i] == least && more == 0))
                 continue;
             uint64_t by = claim(&members[i], unit);
-            if (best == n_members || by > most ||
-                (by == most && member_compare(&members[i], &members[best]) > 0)) {
+            if (best == n_members || precedes(&members[i], by, &members[best], most)) {
                 best = i;
                 most = by;
             }
@@ -56,9 +54,10 @@ void duty_deal(const member *members, size_t n_members, uint32_t *owner, size_t 
 size_t duty_rank(const member *members, size_t n_members, size_t self, size_t but,
                  size_t unit)
 {
+    const uint64_t turn = ~(uint64_t)unit, own = claim(&members[self], turn);
     size_t before = 0;
     for (size_t i = 0; i < n_members; i++)
         before += i != self && i != but &&
-                  precedes(&members[i], &members[self], ~(uint64_t)unit);
+                  precedes(&members[i], claim(&members[i], turn), &members[self], own);
     return before;
 }
