@@ -631,11 +631,10 @@ static void prove_unit(schedule *s, size_t number, unit_state *unit, uint64_t no
     s->n_left--;
     if (number != SCHEDULE_ORIGIN)
         return;
-    if (unit->owner == s->own) {
+    if (unit->owner == s->own)
         duty_comes(own, now_ns);
-    } else {
+    else
         s->counts.taken_over++;
-    }
 }
 
 void schedule_return(schedule *s, size_t number)

@@ -92,10 +92,9 @@ static int main_unknown(const char *word)
     for (size_t i = 0; commands[i] != NULL; i++)
         names[i] = commands[i]->name;
     const char *nearest = options_nearest(word, names);
-    if (nearest != NULL) {
+    if (nearest != NULL)
         return failure_usage(NULL, "unknown command '%s', did you mean '%s'?", word,
                              nearest);
-    }
     return failure_usage(NULL, "unknown command '%s'", word);
 }
 

@@ -259,16 +259,15 @@ void secure_explain(const tls *t, secure_fault *out)
     out->remedy[0] = '\0';
     if (explain_end(t, out))
         return;
-    if (tls_failed(t) == TLS_PLAIN) {
+    if (tls_failed(t) == TLS_PLAIN)
         explain_plain(t, out);
-    } else if (tls_failed(t) == TLS_CLOSED) {
+    else if (tls_failed(t) == TLS_CLOSED)
         say(out, FANIN_ERR_UNREACHABLE, CLOSED_REMEDY,
             "closed the connection before it was secured");
-    } else if (tls_identity(t)) {
+    else if (tls_identity(t))
         explain_certificates(t, out);
-    } else {
+    else
         explain_keys(t, out);
-    }
 }
 
 bool secure_refused(const tls *t, secure_fault *out)

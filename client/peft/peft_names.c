@@ -248,11 +248,10 @@ fanin_status peft_names_make(const key_table *keys, const char *publication,
     char *to = out->storage, buffer[PEFT_NAME_SIZE];
     for (uint32_t i = 0; i < count; i++) {
         const char *name = keys->entries[i].name;
-        if (strlen(name) > FANIN_MAX_NAME) {
+        if (strlen(name) > FANIN_MAX_NAME)
             return error_set(error, FANIN_ERR_MISMATCH, NULL,
                              "the key table holds a name of more than %d bytes",
                              FANIN_MAX_NAME);
-        }
         peft_name on_disk = peft_name_on_disk(name, buffer);
         memcpy(to, on_disk.text, on_disk.size + 1);
         on_disk.text = to;

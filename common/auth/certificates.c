@@ -200,11 +200,10 @@ static void certs_look_again(certificates *c)
     pthread_mutex_lock(&c->lock);
     c->looks_ns = 0;
     c->slow_told = false;
-    if (!is_other || c->ended) {
+    if (!is_other || c->ended)
         tls_context_free(c->o, context);
-    } else if (certs_settle(c, now, context)) {
+    else if (certs_settle(c, now, context))
         certs_tell(c, context != NULL, &why);
-    }
 }
 
 static void wipe(certificates *c)

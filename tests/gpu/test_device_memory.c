@@ -46,15 +46,13 @@ static void *map_virtual(int device)
     CUdeviceptr base;
     if (p_cuMemAddressReserve == NULL || p_cuMemCreate == NULL || p_cuMemMap == NULL ||
         p_cuMemSetAccess == NULL ||
-        p_cuMemAddressReserve(&base, parts * part, 0, 0, 0) != CUDA_SUCCESS) {
+        p_cuMemAddressReserve(&base, parts * part, 0, 0, 0) != CUDA_SUCCESS)
         return NULL;
-    }
     for (size_t i = 0; i < parts; i++) {
         CUmemGenericAllocationHandle handle;
         if (p_cuMemCreate(&handle, part, &properties, 0) != CUDA_SUCCESS ||
-            p_cuMemMap(base + i * part, part, 0, handle, 0) != CUDA_SUCCESS) {
+            p_cuMemMap(base + i * part, part, 0, handle, 0) != CUDA_SUCCESS)
             return NULL;
-        }
     }
     return p_cuMemSetAccess(base, parts * part, &access, 1) == CUDA_SUCCESS
                ? (void *)(uintptr_t)base
@@ -67,24 +65,20 @@ static void *allocate(int device, kind k, gpu_stream *stream)
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = NULL;
     CUdeviceptr pointer = 0;
-    if (k == MALLOC) {
+    if (k == MALLOC)
         return gpu_alloc(cuda, device, BYTES, &memory, &error) == FANIN_OK ? memory
                                                                            : NULL;
-    }
-    if (k == PINNED) {
+    if (k == PINNED)
         return gpu_host_alloc(cuda, BYTES, &memory, &error) == FANIN_OK ? memory : NULL;
-    }
-    if (k == VIRTUAL) {
+    if (k == VIRTUAL)
         return map_virtual(device);
-    }
     FIND(cuMemAllocAsync);
     FIND(cuMemAllocManaged);
     CUresult r = CUDA_ERROR_NOT_SUPPORTED;
-    if (k == POOL && p_cuMemAllocAsync != NULL) {
+    if (k == POOL && p_cuMemAllocAsync != NULL)
         r = p_cuMemAllocAsync(&pointer, BYTES, gpu_stream_handle(stream));
-    } else if (k == MANAGED && p_cuMemAllocManaged != NULL) {
+    else if (k == MANAGED && p_cuMemAllocManaged != NULL)
         r = p_cuMemAllocManaged(&pointer, BYTES, CU_MEM_ATTACH_GLOBAL);
-    }
     return r == CUDA_SUCCESS ? (void *)(uintptr_t)pointer : NULL;
 }
 
@@ -113,9 +107,8 @@ static void say(void *cookie, fanin_log_level level, const char *event,
                 const char *message)
 {
     (void)cookie;
-    if (level <= FANIN_LOG_WARNING) {
+    if (level <= FANIN_LOG_WARNING)
         fprintf(stderr, "# %s: %s\n", event, message);
-    }
 }
 
 /* Whether the driver has functions for that kind. */
@@ -134,9 +127,8 @@ static bool publish(fanin_server *server, gpu_stream *stream, kind k,
     static uint8_t bytes[BYTES];
     fanin_box box;
     void *memory = allocate(0, k, stream);
-    if (memory == NULL) {
+    if (memory == NULL)
         return false;
-    }
     fill(bytes, k);
     snprintf(name, sizeof name, "lora:%s", names[k]);
     fanin_tensor t = tensor_of(memory, &box);
@@ -240,9 +232,8 @@ static void pull(fanin_client *client, kind from, kind to, int device, void *mem
             bool inside = column % 2 == 0 && column / 2 < box.extent[1];
             good = got[i] == (inside ? wanted[i - column + 7 + column / 2] : 0xee);
         }
-        if (!good) {
+        if (!good)
             snprintf(detail, sizeof detail, "a part of it: %.500s", error.message);
-        }
     }
     result(good, what, detail);
 }
@@ -267,9 +258,8 @@ static void work(const char *address, const uint8_t there[KINDS])
         for (kind to = 0; to < KINDS; to++) {
             void *memory = allocate(device, to, stream);
             for (kind from = 0; memory != NULL && from < KINDS; from++) {
-                if (there[from]) {
+                if (there[from])
                     pull(client, from, to, device, memory, stream);
-                }
             }
         }
     }

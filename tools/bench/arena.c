@@ -330,11 +330,10 @@ static fanin_status place_module(engine_layout *l, const fanin_tensor *tensors,
                                  const fanin_tensor **sorted, size_t count,
                                  const mapping_module *m, fanin_error *error)
 {
-    if (m->fallback != NULL) {
+    if (m->fallback != NULL)
         return failure_set(error, FANIN_ERR_MISMATCH, "give a mapping of boxes alone",
                            "module '%s' needs the engine's loader: %s", m->path,
                            m->fallback);
-    }
     for (size_t i = 0; i < m->n_tensors; i++) {
         const mapping_tensor *parameter = &m->tensors[i];
         if (parameter->n_sources > 0)

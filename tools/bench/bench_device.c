@@ -57,10 +57,9 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
     /* The first one is for warming up. */
     for (int round = -1; round < ROUNDS && status == FANIN_OK; round++) {
         uint64_t start = clock_ns();
-        for (size_t i = 0; i < count && status == FANIN_OK; i++) {
+        for (size_t i = 0; i < count && status == FANIN_OK; i++)
             status = gpu_copy(copies[i].stream, copies[i].to, copies[i].from,
                               copies[i].bytes, &error);
-        }
         for (size_t i = 0; i < count && status == FANIN_OK; i++)
             status = gpu_stream_wait(copies[i].stream, UINT64_MAX, &error);
         if (round >= 0)
@@ -141,10 +140,9 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
             name_copy(limits, to, from, &back);
         }
     }
-    if (status == FANIN_OK && count > 1) {
+    if (status == FANIN_OK && count > 1)
         time_copies(bench_limit_add(limits, "all of them to their end at once"), copies,
                     count);
-    }
     for (size_t i = 0; i < count; i++)
         bench_device_release(&copies[i], to);
 }

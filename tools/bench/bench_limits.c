@@ -63,10 +63,9 @@ static void limits_add_rank(pieces *p, pid_t pid, const rank_extent *shards,
         uint64_t end = from + sorted[i].bytes;
         for (i++; i < count && sorted[i].address <= end + PAGE; i++)
             end = sorted[i].address + sorted[i].bytes;
-        for (; from < end && p->bytes < most; from += PIECE) {
+        for (; from < end && p->bytes < most; from += PIECE)
             limits_add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE,
                              room);
-        }
     }
     free(sorted);
 }
@@ -129,10 +128,9 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
     int failed = 0;
     uint32_t parts = options->world_size / options->replicate;
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
-    for (uint32_t rank = 0; rank < parts; rank++) {
+    for (uint32_t rank = 0; rank < parts; rank++)
         limits_add_rank(&p, ranks_slot(r, rank)->pid, ranks_extents(r, rank),
                         options->tensors->count, a->size, most);
-    }
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
         uint64_t start = clock_ns();
         failed = read_once(&p, a, threads);

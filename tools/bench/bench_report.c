@@ -86,10 +86,9 @@ void about_devices(about *a)
     gpu *g;
     gpu_device device;
     int count = gpu_load(NULL, &g, NULL) == FANIN_OK ? gpu_count(g) : 0;
-    for (int i = 0; i < count && gpu_device_get(g, i, &device, NULL) == FANIN_OK; i++) {
+    for (int i = 0; i < count && gpu_device_get(g, i, &device, NULL) == FANIN_OK; i++)
         output_append(a->devices, sizeof a->devices, "%s%.63s", i > 0 ? ", " : "",
                       device.name);
-    }
 }
 
 void about_free(about *a)
@@ -153,10 +152,9 @@ void bench_samples_add(bench_samples *s, const fanin_result_info *info)
 {
     if (s->count == s->capacity)
         return;
-    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
+    for (uint32_t i = 0; report_phases[i].name != NULL; i++)
         s->values[(size_t)i * s->capacity + s->count] =
             report_phase_ns(info, &report_phases[i]);
-    }
     s->count++;
 }
 
@@ -368,10 +366,9 @@ static void add_limits(const bench *b, struct libscols_table *table)
         if (l->problem[0] != '\0')
             continue;
         snprintf(name, sizeof name, "limit: %s", l->name);
-        if (l->threads > 0) {
+        if (l->threads > 0)
             output_append(name, sizeof name, ", %u thread%s", l->threads,
                           l->threads == 1 ? "" : "s");
-        }
         add_figure(table, name, l->ns, l->bytes);
     }
 }
@@ -384,12 +381,11 @@ static void tell_head(const bench *b)
            b->trainer.device != NULL ? b->trainer.device : "",
            b->trainer.snapshot ? ", snapshots" : "",
            b->dest != NULL ? b->dest : "memory");
-    if (b->mappings != NULL) {
+    if (b->mappings != NULL)
         printf(
             "as recorded mappings say, by %d of the engine's ranks at once; phases are "
             "the slowest one's\n",
             b->workers);
-    }
     printf("path %s%s%s, %" PRIu64 " reads a pull\n", fanin_path_name(b->last.path),
            b->reason[0] != '\0' ? ": " : "", b->reason, b->last.reads);
     printf("%u pulls, %s; %s\n", b->samples.count,
@@ -417,10 +413,9 @@ void bench_tell_text(const bench *b)
     add_limits(b, table);
     output_print(table);
     for (size_t i = 0; i < b->limits.count; i++) {
-        if (b->limits.items[i].problem[0] != '\0') {
+        if (b->limits.items[i].problem[0] != '\0')
             failure_warn("no limit by %s: %s", b->limits.items[i].name,
                          b->limits.items[i].problem);
-        }
     }
     printf("peak resident set %s\n", output_bytes(b->peak_bytes).s);
 }

@@ -81,10 +81,9 @@ static fanin_status bench_worker_start(bench *b, const fanin_pull_options *optio
         bench_worker *w = &b->others[i];
         w->options = options;
         w->running = pthread_create(&w->thread, NULL, bench_worker_work, w) == 0;
-        if (!w->running) {
+        if (!w->running)
             return failure_set(error, FANIN_ERR_LIMIT, "raise ulimit -u",
                                "no thread for rank %zu of the engine", i + 1);
-        }
     }
     return FANIN_OK;
 }
@@ -231,10 +230,9 @@ static fanin_status bench_worker_pull_directory(bench *b,
                  info->path_reason != NULL ? info->path_reason : "");
         info->path_reason = info->ranks_json = NULL;
     }
-    if (made && check) {
+    if (made && check)
         status = check_directory(&b->pattern, path, options->publication, info->step,
                                  &checked, error);
-    }
     if (made)
         bench_worker_remove_directory(path);
     fanin_result_free(&result);

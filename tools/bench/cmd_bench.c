@@ -199,11 +199,10 @@ static int bench_prepare(bench *b)
         status = check_ask(s->client, s->publication, timeout_ms, &b->pattern, &error);
     if (status != FANIN_OK)
         return failure_report("cannot pull", &error);
-    if (b->check_all && !b->pattern.follows) {
+    if (b->check_all && !b->pattern.follows)
         return failure_local(
             "cannot pull", FANIN_ERR_UNSUPPORTED, "leave out --check-pattern",
             "%s does not say that its bytes follow the pattern", s->publication);
-    }
     return 0;
 }
 
@@ -256,14 +255,12 @@ static int bench_resolve(bench *b)
     } else {
         b->directory = b->dest != NULL && strcmp(b->dest, "memory") != 0;
     }
-    if (!random_bytes(&b->mark, sizeof b->mark)) {
+    if (!random_bytes(&b->mark, sizeof b->mark))
         return failure_local("cannot pull", FANIN_ERR_IO, "try again",
                              "no random bits for the names of directories");
-    }
-    if (b->pull_dtype != NULL && (b->half = options_half(b->pull_dtype)) == 0) {
+    if (b->pull_dtype != NULL && (b->half = options_half(b->pull_dtype)) == 0)
         return failure_usage(name, "--pull-dtype is bf16 or f16, not '%s'",
                              b->pull_dtype);
-    }
     return 0;
 }
 
@@ -290,10 +287,9 @@ static int bench_check_idle(const bench *b)
         "allow open insecure name trusted-network world-id commits";
     const arguments *parsed = &b->line.parsed;
     const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
-    if (given != NULL) {
+    if (given != NULL)
         return failure_usage(b->self->name,
                              "--%s is for own ranks, and TARGET names others", given);
-    }
     if (!b->trainer.snapshot && options_given(parsed, "commits") != NULL)
         return failure_usage(b->self->name, "--commits needs --snapshot");
     if (b->mappings != NULL && b->directory)
@@ -311,10 +307,9 @@ static int bench_check_usage(bench *b)
     int run_at;
     if (!session_take_run(b->self, &b->line, &run_at))
         return EXIT_USAGE;
-    if (b->line.parsed.count > 1) {
+    if (b->line.parsed.count > 1)
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
-    }
     code = resolve_mappings(b);
     code = code != 0 ? code : bench_resolve(b);
     code = code != 0 ? code : bench_check_idle(b);

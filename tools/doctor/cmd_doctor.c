@@ -67,10 +67,9 @@ static void print_nics(const doctor_facts *f)
         char numa[16], gpus[256] = "";
         snprintf(numa, sizeof numa, "%d", nic->place.numa);
         for (unsigned j = 0; j < f->n_gpus; j++) {
-            if (f->gpus[j].place != NULL) {
+            if (f->gpus[j].place != NULL)
                 output_append(gpus, sizeof gpus, "%s%s", gpus[0] ? " " : "",
                               distance_of(nic, &f->gpus[j]));
-            }
         }
         for (unsigned j = 0; j < nic->n_ports; j++) {
             const topology_port *p = &nic->ports[j];
@@ -134,10 +133,9 @@ static json_t *json_of_nics(const doctor_facts *f)
                                                    p->gbps, "link", link_of(p)));
         }
         for (unsigned j = 0; j < f->n_gpus; j++) {
-            if (f->gpus[j].place != NULL) {
+            if (f->gpus[j].place != NULL)
                 output_set(distances, f->gpus[j].pci,
                            output_string(distance_of(nic, &f->gpus[j])), NULL);
-            }
         }
         json_array_append_new(list,
                               output_object("name", output_string(nic->name), "pci",
@@ -193,10 +191,9 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
             status = answer;
             error = asked;
         }
-        if (status != FANIN_OK && (ranks.answered > 0 || ranks.addresses == 0)) {
+        if (status != FANIN_OK && (ranks.answered > 0 || ranks.addresses == 0))
             doctor_add(report, DOCTOR_PROBLEM, "trainer", error.remedy, "%s",
                        error.message);
-        }
     }
     session_end(&s);
     if (code == 0 && interrupt_requested()) {

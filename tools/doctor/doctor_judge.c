@@ -117,53 +117,50 @@ static void judge_shm(const doctor_facts *f, doctor_report *r)
     const char *remedy =
         "give the container more: --shm-size=16g, or an emptyDir of medium "
         "Memory at /dev/shm";
-    if (!f->has_shm) {
+    if (!f->has_shm)
         doctor_add(r, DOCTOR_WARNING, "shared memory", remedy,
                    "there is no /dev/shm: adapters are fastest written there");
-    } else if (f->shm_size < SHM_ENOUGH) {
+    else if (f->shm_size < SHM_ENOUGH)
         doctor_add(r, DOCTOR_WARNING, "shared memory", remedy,
                    "/dev/shm holds only %s: an adapter written there will not fit",
                    output_bytes(f->shm_size).s);
-    } else if (f->shm_free < SHM_ENOUGH) {
+    else if (f->shm_free < SHM_ENOUGH)
         doctor_add(
             r, DOCTOR_WARNING, "shared memory",
             "see what fills it (ls -l /dev/shm), remove what nobody uses",
             "/dev/shm has only %s of %s free: an adapter written there may not fit",
             output_bytes(f->shm_free).s, output_bytes(f->shm_size).s);
-    } else {
+    else
         doctor_add(r, DOCTOR_GOOD, "shared memory", NULL, "/dev/shm: %s, %s free",
                    output_bytes(f->shm_size).s, output_bytes(f->shm_free).s);
-    }
 }
 
 static void judge_ptrace(const doctor_facts *f, doctor_report *r)
 {
-    if (f->ptrace_scope >= 2) {
+    if (f->ptrace_scope >= 2)
         doctor_add(
             r, DOCTOR_WARNING, "ptrace scope",
             "sysctl kernel.yama.ptrace_scope=1, or run as root, or use stream",
             "kernel.yama.ptrace_scope is %d: the path cma is closed for ordinary users",
             f->ptrace_scope);
-    } else {
+    else
         doctor_add(r, DOCTOR_GOOD, "ptrace scope", NULL, "%s",
                    f->ptrace_scope < 0 ? "no yama: cma needs the same user only"
                    : f->ptrace_scope == 0
                        ? "0: cma works for the same user"
                        : "1: cma works, a trainer opens itself for it");
-    }
 }
 
 static void judge_ports(const doctor_facts *f, doctor_report *r)
 {
     const unsigned usual = 6000;
-    if (f->ports_low != 0 && f->ports_low <= usual && usual <= f->ports_high) {
+    if (f->ports_low != 0 && f->ports_low <= usual && usual <= f->ports_high)
         doctor_add(
             r, DOCTOR_NOTE, "ports",
             "sysctl net.ipv4.ip_local_reserved_ports=6000-6511, or another base port",
             "ephemeral ports are %u to %u: a connection of another program may hold a "
             "rank's port",
             f->ports_low, f->ports_high);
-    }
 }
 
 /* -------------------------------------------------------------------------- UCX */
@@ -179,20 +176,18 @@ static void judge_ucx(const doctor_facts *f, doctor_report *r)
         return;
     }
     doctor_add(r, DOCTOR_GOOD, "UCX", NULL, "%s at %s", f->ucx_version, f->ucx_path);
-    if (has_active_port(f) && !f->ucx_has_verbs) {
+    if (has_active_port(f) && !f->ucx_has_verbs)
         doctor_add(r, DOCTOR_WARNING, "UCX",
                    "use one with verbs: the system's libucx0 (1.16 or later), or one "
                    "of HPC-X, by "
                    "FANIN_UCX_LIBRARY",
                    "this host has RDMA ports and this UCX no module for them "
                    "(libuct_ib): no rdma");
-    }
-    if (has_active_port(f) && f->ucx_has_verbs && f->n_gpus > 0 && !f->ucx_has_cuda) {
+    if (has_active_port(f) && f->ucx_has_verbs && f->n_gpus > 0 && !f->ucx_has_cuda)
         doctor_add(r, DOCTOR_WARNING, "UCX", "use a UCX that was built with CUDA",
                    "this UCX has no CUDA module (libuct_cuda): GPU memory goes by "
                    "stream to other "
                    "hosts");
-    }
 }
 
 /* ------------------------------------------------------------------------- RDMA */
@@ -210,15 +205,14 @@ static void judge_nic(const doctor_facts *f, size_t index, doctor_report *r)
                    port->is_ethernet ? "RoCE" : "InfiniBand", port->gbps,
                    port->interface[0] ? ", " : "", port->interface, nic->place.numa);
     }
-    if (!topology_is_active(nic)) {
+    if (!topology_is_active(nic))
         doctor_add(r, DOCTOR_NOTE, "RDMA",
                    "check cable, switch port and subnet manager",
                    "%s has no active port", nic->name);
-    } else if (v->loaded && v->can_open == VERBS_NO && f->has_uverbs) {
+    else if (v->loaded && v->can_open == VERBS_NO && f->has_uverbs)
         doctor_add(r, DOCTOR_PROBLEM, "RDMA",
                    "let the user open /dev/infiniband/uverbs* (group, udev rule)",
                    "%s cannot be opened: %s", nic->name, strerror(v->open_errno));
-    }
 }
 
 static void judge_rdma(const doctor_facts *f, doctor_report *r)
@@ -231,7 +225,7 @@ static void judge_rdma(const doctor_facts *f, doctor_report *r)
     }
     for (size_t i = 0; i < t->n_nics; i++)
         judge_nic(f, i, r);
-    if (!f->has_uverbs) {
+    if (!f->has_uverbs)
         doctor_add(
             r, DOCTOR_PROBLEM, "RDMA",
             f->is_container ? "start the container with --device=/dev/infiniband "
@@ -239,7 +233,6 @@ static void judge_rdma(const doctor_facts *f, doctor_report *r)
                               "device plugin)"
                             : "modprobe ib_uverbs",
             "the kernel has RDMA devices, but there is no /dev/infiniband/uverbs*");
-    }
 }
 
 /* ------------------------------------------------------------------------- GPUs */
@@ -249,10 +242,10 @@ static void judge_visibility(const doctor_facts *f, doctor_report *r)
     unsigned visible = 0;
     for (unsigned i = 0; i < f->n_gpus; i++)
         visible += f->gpus[i].visible;
-    if (f->cuda_found) {
+    if (f->cuda_found)
         doctor_add(r, DOCTOR_GOOD, "CUDA", NULL, "driver for CUDA %s, %u GPU%s",
                    f->cuda_version, visible, visible == 1 ? "" : "s");
-    } else {
+    else
         doctor_add(r, f->n_gpus > 0 ? DOCTOR_PROBLEM : DOCTOR_NOTE, "CUDA",
                    f->n_gpus == 0 ? NULL
                    : f->is_container
@@ -260,8 +253,7 @@ static void judge_visibility(const doctor_facts *f, doctor_report *r)
                          "Toolkit)"
                        : "install NVIDIA's driver",
                    "GPU memory is not usable: %s", f->cuda_why);
-    }
-    if (f->cuda_found && visible < f->n_gpus) {
+    if (f->cuda_found && visible < f->n_gpus)
         doctor_add(r, DOCTOR_NOTE, "CUDA",
                    "give trainers and workers that share a host the same "
                    "CUDA_VISIBLE_DEVICES, or "
@@ -270,7 +262,6 @@ static void judge_visibility(const doctor_facts *f, doctor_report *r)
                    "map their "
                    "memory (cuda_ipc)",
                    f->n_gpus - visible, f->n_gpus);
-    }
 }
 
 static void judge_peers(const doctor_facts *f, doctor_report *r)
@@ -331,17 +322,16 @@ static void judge_direct(const doctor_facts *f, doctor_report *r)
     bool dma_buf = false;
     for (size_t i = 0; i < f->topology->n_nics; i++)
         dma_buf = dma_buf || f->verbs[i].dma_buf == VERBS_YES;
-    if (f->topology->has_peer_memory || dma_buf) {
+    if (f->topology->has_peer_memory || dma_buf)
         doctor_add(r, DOCTOR_GOOD, "GPUDirect RDMA", NULL, "by %s",
                    f->topology->has_peer_memory ? "nvidia_peermem" : "dma-buf");
-    } else {
+    else
         doctor_add(r, DOCTOR_WARNING, "GPUDirect RDMA",
                    "modprobe nvidia_peermem, or the open kernel modules of the driver "
                    "on Linux "
                    "5.12 or later (dma-buf)",
                    "NICs cannot read GPU memory: it goes by stream to other hosts");
-    }
-    if (f->acs_bridge[0] != '\0') {
+    if (f->acs_bridge[0] != '\0')
         doctor_add(r, DOCTOR_WARNING, "ACS",
                    "turn ACS off in the firmware (or with setpci) if no virtual "
                    "machines need it",
@@ -349,13 +339,11 @@ static void judge_direct(const doctor_facts *f, doctor_report *r)
                    "GPUDirect is "
                    "slow or impossible",
                    f->acs_bridge);
-    }
-    if (f->topology->iommus > 0) {
+    if (f->topology->iommus > 0)
         doctor_add(
             r, DOCTOR_NOTE, "IOMMU", "boot with iommu=pt unless it is needed",
             "%u IOMMUs are in use: without pass-through they slow GPUDirect down",
             f->topology->iommus);
-    }
 }
 
 void doctor_judge(const doctor_facts *facts, doctor_report *report)

@@ -189,27 +189,24 @@ fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
 
 static void judge_strangers(const doctor_ranks *r, doctor_report *report)
 {
-    if (r->foreign > 0) {
+    if (r->foreign > 0)
         doctor_add(report, DOCTOR_PROBLEM, "trainer",
                    "check the addresses and their ports",
                    "another program listens at %u of %u addresses: %s", r->foreign,
                    r->addresses, r->foreign_why);
-    }
-    if (r->others > 0) {
+    if (r->others > 0)
         doctor_add(report, DOCTOR_PROBLEM, "trainer",
                    "install one version of fanin in trainer and worker",
                    "%u of %u ranks are of another release: %s", r->others, r->addresses,
                    r->others_why);
-    }
 }
 
 static void judge_reach(const doctor_ranks *r, doctor_report *report)
 {
-    if (r->answered == r->addresses) {
+    if (r->answered == r->addresses)
         doctor_add(report, DOCTOR_GOOD, "trainer", NULL, "all %u ranks answer, %s",
                    r->addresses, r->software);
-    }
-    if (r->silent > 0) {
+    if (r->silent > 0)
         doctor_add(
             report, DOCTOR_PROBLEM, "trainer",
             r->is_local
@@ -220,16 +217,14 @@ static void judge_reach(const doctor_ranks *r, doctor_report *report)
             "%u of %u ranks do not answer (the first is %s): %sthe trainer is stopped",
             r->silent, r->addresses, r->silent_address,
             r->is_local ? "" : "packets are dropped on the way, or ");
-    }
-    if (r->barred > 0) {
+    if (r->barred > 0)
         doctor_add(report, DOCTOR_PROBLEM, "trainer",
                    "all ranks of a launch, and its readers, need the same secret "
                    "(--secret-file) or certificates of one job (--tls-cert, --tls-key, "
                    "--tls-ca), and ranks the same networks to allow",
                    "%u of %u ranks do not admit this reader, or are not believed: %s",
                    r->barred, r->addresses, r->barred_why);
-    }
-    if (r->refused > 0) {
+    if (r->refused > 0)
         doctor_add(
             report, DOCTOR_PROBLEM, "trainer",
             "start the ranks; a trainer that is to be reached from another host must "
@@ -237,30 +232,28 @@ static void judge_reach(const doctor_ranks *r, doctor_report *report)
             "open (bind, allow)",
             "%u of %u ranks refuse the connection or are unreachable (the first is %s)",
             r->refused, r->addresses, r->refused_address);
-    }
     judge_strangers(r, report);
 }
 
 /* Of ranks that publish something each. */
 static void judge_run(const doctor_ranks *r, doctor_report *report)
 {
-    if (r->lacking > 0 && r->lacking == r->answered) {
+    if (r->lacking > 0 && r->lacking == r->answered)
         doctor_add(
             report, DOCTOR_PROBLEM, "trainer",
             "check the run's name (--run): nixl-fetch list tells those there are",
             "no rank publishes %s, they publish other runs", r->run);
-    } else if (r->lacking > 0) {
+    else if (r->lacking > 0)
         doctor_add(report, r->is_one_whole ? DOCTOR_WARNING : DOCTOR_PROBLEM, "trainer",
                    "all ranks of a launch publish the same runs: look at that rank",
                    "rank %u does not publish %s, others do (%u of %u ranks): nobody "
                    "can pull it",
                    r->lacking_rank, r->run, r->lacking, r->answered);
-    }
 }
 
 static void judge_publications(const doctor_ranks *r, doctor_report *report)
 {
-    if (r->stuck > 0) {
+    if (r->stuck > 0)
         doctor_add(report, DOCTOR_PROBLEM, "trainer",
                    "look at that rank: an update that began must end in a commit or an "
                    "abort, on every rank",
@@ -268,21 +261,19 @@ static void judge_publications(const doctor_ranks *r, doctor_report *report)
                    " s%s: no reader gets it meanwhile",
                    r->stuck_rank, r->stuck_state, r->stuck_name, r->stuck_ms / 1000,
                    r->stuck > 1 ? ", and others are stuck as well" : "");
-    }
-    if (r->empty > 0 && r->empty == r->answered) {
+    if (r->empty > 0 && r->empty == r->answered)
         doctor_add(report, DOCTOR_WARNING, "trainer",
                    "a trainer publishes with its first commit: has it made one?",
                    "nothing is published: none of the %u ranks that answer has "
                    "committed anything",
                    r->answered);
-    } else if (r->empty > 0) {
+    else if (r->empty > 0)
         doctor_add(report, DOCTOR_PROBLEM, "trainer",
                    "all ranks of a launch publish the same runs: look at that rank",
                    "rank %u publishes nothing, others do (%u of %u ranks)",
                    r->empty_rank, r->empty, r->answered);
-    } else {
+    else
         judge_run(r, report);
-    }
 }
 
 void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
@@ -290,25 +281,23 @@ void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
 {
     judge_reach(ranks, report);
     judge_publications(ranks, report);
-    if (ranks->software_rank >= 0) {
+    if (ranks->software_rank >= 0)
         doctor_add(report, DOCTOR_NOTE, "versions",
                    "install one version of fanin in trainer and worker",
                    "rank %d runs %s, this is fanin %s", ranks->software_rank,
                    ranks->other_software, fanin_version());
-    }
     bool open = !ranks->is_local && ranks->other_ucx[0] == '\0';
-    if (ranks->ucx_rank >= 0 && open) {
+    if (ranks->ucx_rank >= 0 && open)
         doctor_add(
             report, DOCTOR_NOTE, "paths",
             "serve with the flag for a trusted network if its peers may be given "
             "RDMA, and if UCX is installed there",
             "rank %d offers no path through UCX, as open servers do: stream",
             ranks->ucx_rank);
-    } else if (ranks->ucx_rank >= 0) {
+    else if (ranks->ucx_rank >= 0)
         doctor_add(report, ranks->is_local ? DOCTOR_NOTE : DOCTOR_WARNING, "versions",
                    "install the same major.minor version of UCX on both ends",
                    "rank %d has UCX %s, this host %s: no path through UCX between them",
                    ranks->ucx_rank, ranks->other_ucx[0] ? ranks->other_ucx : "none",
                    facts->ucx_version);
-    }
 }

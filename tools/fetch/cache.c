@@ -56,13 +56,12 @@ static fanin_status route_within(const target *t, const char *networks,
     for (uint32_t i = 0; i < t->count && !found; i++)
         found = find_on_way(t->addresses[i], &own);
     if (!found || getnameinfo((struct sockaddr *)&own.storage, own.length, out,
-                              ROUTE_ADDRESS, NULL, 0, NI_NUMERICHOST) != 0) {
+                              ROUTE_ADDRESS, NULL, 0, NI_NUMERICHOST) != 0)
         return failure_set(error, FANIN_ERR_ARGUMENT,
                            "leave out --network, or give the trainer's address in a "
                            "network",
                            "the trainer is reached by this host's loopback, where no "
                            "other host reaches this one");
-    }
     out[strcspn(out, "%")] = '\0'; /* without a zone */
     bool within = networks_parse(networks, &list, &count, NULL) == FANIN_OK &&
                   networks_contain(list, count, &own);
@@ -124,10 +123,9 @@ static fanin_status make_relays(cache *c, fanin_error *error)
         status = describe_server(c, bind, &server, error);
         config.server = &server;
     }
-    for (size_t i = 0; i < c->n && status == FANIN_OK; i++) {
+    for (size_t i = 0; i < c->n && status == FANIN_OK; i++)
         status = fanin_relay_create(&config, (const char *const *)t->addresses,
                                     t->count, &c->copies[i].relay, error);
-    }
     if (status != FANIN_OK)
         forget_copies(c); /* the next look begins anew */
     return status;
@@ -291,10 +289,9 @@ static fanin_status blame_changed_tensors(cache *c, fanin_status why,
     if (!is_of_tensors(why))
         return why;
     c->tensors = (whole_tensors){.list = NULL};
-    if (take_catalog(c, NULL) == FANIN_OK && !same_tensors(&before, &c->tensors)) {
+    if (take_catalog(c, NULL) == FANIN_OK && !same_tensors(&before, &c->tensors))
         why = failure_set(error, FANIN_ERR_STALE, "pull again",
                           "the trainer changed its tensors before they were pulled");
-    }
     whole_tensors_free(&before);
     return why;
 }

@@ -80,10 +80,9 @@ static void numbers_bits(fanin_dtype dtype, const uint8_t *in, size_t count,
         for (size_t i = 0; i < count; i++)
             out[i] = (uint64_t)(in[2 * i] | in[2 * i + 1] << 8);
     } else if (width == 32) {
-        for (size_t i = 0; i < count; i++, in += 4) {
+        for (size_t i = 0; i < count; i++, in += 4)
             out[i] = (uint32_t)in[0] | (uint32_t)in[1] << 8 | (uint32_t)in[2] << 16 |
                      (uint32_t)in[3] << 24;
-        }
     } else {
         for (size_t i = 0; i < count; i++, in += 8) {
             out[i] = 0;

@@ -119,12 +119,11 @@ static fanin_status expect(const check_pattern *pattern, const char *publication
     fanin_dtype from = pattern->dtype != 0 ? pattern->dtype : dtype;
     snprintf(key, KEY_SIZE, "%s:%s", publication, name);
     *out = (expected){key, pattern_seed(key), step, from != dtype ? dtype : 0};
-    if (from != dtype && !half_converts(from, dtype)) {
+    if (from != dtype && !half_converts(from, dtype))
         return failure_set(error, FANIN_ERR_MISMATCH,
                            "report it: nothing asked for this conversion",
                            "%s came as %s, the pattern's elements are %s", key,
                            fanin_dtype_name(dtype), fanin_dtype_name(from));
-    }
     return FANIN_OK;
 }
 
@@ -210,11 +209,10 @@ static fanin_status check_entry(const check_pattern *pattern, const char *public
     for (uint64_t done = 0; status == FANIN_OK && done < entry->bytes; done += PIECE) {
         uint64_t left = entry->bytes - done;
         size_t size = left < PIECE ? (size_t)left : PIECE;
-        if (!check_read(descriptor, entry->offset + done, piece, size)) {
+        if (!check_read(descriptor, entry->offset + done, piece, size))
             return failure_set(error, FANIN_ERR_IO, "check the disk, pull again",
                                "%s cannot be read back: %s", key,
                                errno != 0 ? strerror(errno) : "the file is too short");
-        }
         status = check_piece(&e, done, piece, size, error);
     }
     return status;
@@ -235,10 +233,9 @@ fanin_status check_directory(const check_pattern *pattern, const char *directory
         status = check_entry(pattern, publication, &place->entry, step,
                              fanin_safetensors_descriptor(d.files[place->file]), error);
         *bytes_out += place->entry.bytes;
-        if (status == FANIN_OK && interrupt_requested()) {
+        if (status == FANIN_OK && interrupt_requested())
             status =
                 failure_set(error, FANIN_ERR_CANCELLED, "", "interrupted in the check");
-        }
     }
     tensor_directory_close(&d);
     return status;

@@ -63,13 +63,12 @@ static fanin_status diff_side_open(diff_side *side, const char *path,
 {
     fanin_status status =
         tensor_directory_open(path, holds_model(path), &side->files, error);
-    if (status == FANIN_ERR_NOT_FOUND) {
+    if (status == FANIN_ERR_NOT_FOUND)
         return failure_set(error, status,
                            "give the directory of an adapter or a model, or a TARGET",
                            "%s holds neither " TENSORS_OF_ADAPTER
                            " nor " TENSORS_OF_MODEL " nor nixl_info.json",
                            path);
-    }
     if (status != FANIN_OK) {
         fanin_error cause = *error; /* which of both it is */
         return failure_set(error, status, cause.remedy, "%s: %s", path, cause.message);
@@ -107,10 +106,9 @@ static bool diff_side_on_entry(void *cookie, const fanin_entry *e)
 {
     const taking *taking = cookie;
     char room[FANIN_MAX_NAME + 64];
-    if (diff_side_is_wanted(taking->request, file_name(e->name, taking->model, room))) {
+    if (diff_side_is_wanted(taking->request, file_name(e->name, taking->model, room)))
         (void)whole_tensors_add(&taking->side->tensors, e->name, e->dtype, e->n_dims,
                                 e->shape, e->bytes);
-    }
     return true;
 }
 
@@ -119,7 +117,7 @@ static fanin_status diff_side_make_room(diff_side *side, const diff_request *req
 {
     uint64_t most = request->max_bytes > 0 ? request->max_bytes
                                            : memory_left_find("/proc", "/sys").bytes;
-    if (side->tensors.bytes > most) {
+    if (side->tensors.bytes > most)
         return failure_set(
             error, FANIN_ERR_LIMIT,
             request->max_bytes > 0
@@ -127,7 +125,6 @@ static fanin_status diff_side_make_room(diff_side *side, const diff_request *req
                 : "use --pattern, or pull into a directory and give that",
             "%s are %s of tensors, more than %s", side->publication,
             output_bytes(side->tensors.bytes).s, output_bytes(most).s);
-    }
     side->memory = whole_tensors_memory(side->tensors.bytes, &side->mapped, error);
     return side->memory != NULL ? FANIN_OK : error->status;
 }
@@ -180,10 +177,9 @@ static void rename_all(diff_side *side, bool model)
         free(side->tensors.list[i].name);
         side->tensors.list[i].name = name;
     }
-    if (side->tensors.count > 0) {
+    if (side->tensors.count > 0)
         qsort(side->tensors.list, side->tensors.count, sizeof side->tensors.list[0],
               diff_side_by_name);
-    }
 }
 
 static fanin_status diff_side_pull(diff_side *side, session *s,
@@ -345,12 +341,11 @@ static int compare_all(differ *d)
     fanin_error error = FANIN_ERROR_INIT;
     fanin_status status = FANIN_OK;
     diff_pair_up(d);
-    if (d->report.count == 0) {
+    if (d->report.count == 0)
         return trouble(failure_local("cannot compare", FANIN_ERR_NOT_FOUND,
                                      d->pattern != NULL ? "see --pattern" : "",
                                      "there are no %stensors to compare",
                                      d->pattern != NULL ? "such " : ""));
-    }
     progress_start(&d->bar, "diff", common->quiet != 0, common->no_color != 0);
     for (size_t i = 0; status == FANIN_OK && i < d->report.count; i++)
         status = diff_judge(d, &d->report.rows[i], &error);
@@ -429,12 +424,11 @@ static int open_side(differ *d, unsigned i)
     d->sides[i].what = d->words[i];
     if (!diff_side_is_directory(d->words[i]))
         return open_target(d, i, &request);
-    if (d->wait_step) {
+    if (d->wait_step)
         return failure_usage("diff",
                              "--wait-step is for a TARGET, and %s is a "
                              "directory of tensors",
                              d->words[i]);
-    }
     return diff_side_open(&d->sides[i], d->words[i], &request, &error) == FANIN_OK
                ? 0
                : failure_report("cannot compare", &error);
@@ -455,11 +449,10 @@ static int diff_take_words(differ *d)
         else
             d->words[count++] = word;
     }
-    if (count < wanted) {
+    if (count < wanted)
         return failure_usage("diff", d->wait_step ? "a TARGET is needed"
                                                   : "two directories or TARGETs are "
                                                     "needed, or --wait-step and one");
-    }
     return 0;
 }
 

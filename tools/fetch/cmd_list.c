@@ -71,10 +71,9 @@ static bool list_map_on_entry(void *cookie, const fanin_entry *e)
 
 static void print_fault(const char *what, const fault *f)
 {
-    if (f->tensors > 0) {
+    if (f->tensors > 0)
         terminal_print("%s: %s in %zu tensors, the first %s", what,
                        output_bytes(f->bytes).s, f->tensors, f->first);
-    }
 }
 
 static void print(const dealing *d, const missing *absent)
@@ -351,13 +350,12 @@ static void print_patches(const view *items, size_t count)
         steps = items[i].is.patches < steps ? items[i].is.patches : steps;
         bytes += items[i].is.patch_bytes;
     }
-    if (steps > 0 && whole > 0) {
+    if (steps > 0 && whole > 0)
         terminal_print("run %s: deltas lead %" PRIu64
                        " step%s back; the last has %.1f %% "
                        "of the bytes",
                        options_run_of(items[0].name), steps, steps > 1 ? "s" : "",
                        100.0 * (double)bytes / (double)whole);
-    }
 }
 
 static json_t *group_json(const view *items, size_t count, const missing *m,
@@ -413,11 +411,10 @@ static void print_runs(const views *v, const missing *m, const json_t *metadata)
 static json_t *runs_json(const views *v, const missing *m, const json_t *metadata)
 {
     json_t *list = json_array();
-    for (size_t i = 0; i < v->count; i = group_end(v, i)) {
+    for (size_t i = 0; i < v->count; i = group_end(v, i))
         json_array_append_new(list,
                               group_json(&v->items[i], group_end(v, i) - i, m,
                                          json_object_get(metadata, v->items[i].name)));
-    }
     return json_pack("{s:o, s:o}", "runs", list, "missing", missing_json(m));
 }
 
@@ -436,10 +433,9 @@ static int list_runs(session *s, const common_options *common)
         qsort(v.items, v.count, sizeof v.items[0], by_name_and_rank);
     missing_gather(s, &m);
     json_t *metadata = json_object();
-    for (size_t i = 0; i < v.count; i = group_end(&v, i)) {
+    for (size_t i = 0; i < v.count; i = group_end(&v, i))
         json_object_set_new(metadata, v.items[i].name,
                             metadata_of(s, &v.items[i], group_end(&v, i) - i));
-    }
     if (common->json)
         output_json(runs_json(&v, &m, metadata));
     else

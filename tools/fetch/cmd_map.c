@@ -34,13 +34,12 @@ static int run(const command *self, int argc, const char **argv)
     };
     arguments parsed;
     int code;
-    if (options_parse(self, argc, argv, table, &common, &parsed, &code)) {
+    if (options_parse(self, argc, argv, table, &common, &parsed, &code))
         code = parsed.count == 0 ? failure_usage(self->name, "FILE is needed")
                : parsed.count > 1
                    ? failure_usage(self->name, "unexpected argument '%s'",
                                    parsed.positional[1])
                    : map_become(self, &common, parsed.positional[0], key);
-    }
     options_free(&parsed);
     return code;
 }

@@ -24,14 +24,13 @@ static void add_json(report *r, const fanin_rank_info *info, int32_t rank,
                               output_string(info->address), "status",
                               output_string(fanin_status_name(info->status)), "message",
                               output_string(info->message), NULL);
-    if (info->status == FANIN_OK) {
+    if (info->status == FANIN_OK)
         output_set(
             o, "rtt_ns", output_u64(rtt_ns), "world_size", output_u64(info->world_size),
             "server_name", output_string(info->server_name), "world_id",
             output_digits(info->world_id), "incarnation",
             output_digits(info->incarnation), "software", output_string(info->software),
             "ucx_version", output_string(info->ucx_version), NULL);
-    }
     json_array_append_new(r->ranks, o);
 }
 
@@ -118,10 +117,9 @@ static int ping(session *s, const invocation *line, void *cookie)
     else
         r.table = output_table("RANK> ADDRESS RTT> NAME STATUS");
     fanin_status status = session_try(s, &error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status =
             fanin_client_ping(s->client, session_left_ms(s), ping_on_rank, &r, &error);
-    }
     fclose(r.notes);
     int code;
     if (status == FANIN_OK || r.asked > 0) {

@@ -29,27 +29,25 @@ static int demand_pattern(session *s, check_pattern *out)
     if (check_ask(s->client, s->publication, session_left_ms(s), out, &error) !=
         FANIN_OK)
         return session_failure(s, "cannot pull", &error);
-    if (!out->follows) {
+    if (!out->follows)
         return failure_local("cannot pull", FANIN_ERR_UNSUPPORTED,
                              "leave out --check-pattern, or use 'nixl-fetch verify'",
                              "%s does not say that its bytes follow the pattern",
                              s->publication);
-    }
     return 0;
 }
 
 static void tell_delta(const fanin_result_info *info, const char *from)
 {
-    if (info->whole_because != NULL) {
+    if (info->whole_because != NULL)
         terminal_print("%-9s nothing of %s was used: %s", "delta", from,
                        info->whole_because);
-    } else {
+    else
         terminal_print("%-9s %s of patches since step %" PRIu64
                        ", %.1f %% of the whole",
                        "delta", output_bytes(info->patch_bytes).s, info->base_step,
                        100.0 * (double)info->patch_bytes /
                            (double)(info->bytes > 0 ? info->bytes : 1));
-    }
 }
 
 static int pull_tell(const session *s, const common_options *common,
@@ -67,10 +65,9 @@ static int pull_tell(const session *s, const common_options *common,
                        output_u64(info->patch_bytes), "whole_because",
                        whole ? output_string(info->whole_because) : json_null(), NULL);
         }
-        if (o->prove) {
+        if (o->prove)
             output_set(object, "pattern", output_string("equal"), "pattern_bytes",
                        output_u64(checked), NULL);
-        }
         (o->progress ? output_json_line : output_json)(object);
         return 0;
     }
@@ -82,10 +79,9 @@ static int pull_tell(const session *s, const common_options *common,
     report_print(info);
     if (o->delta_from != NULL && !info->reused)
         tell_delta(info, o->delta_from);
-    if (o->prove) {
+    if (o->prove)
         printf("%-9s all %" PRIu64 " bytes are those of step %" PRIu64 "\n", "pattern",
                checked, info->step);
-    }
     return 0;
 }
 
@@ -202,23 +198,20 @@ static int pull_check_usage(const session *s, const invocation *line, pull_optio
         options_given(&line->parsed, model ? "spare-file" : "max-file-bytes");
     if (!model && o->delta_from != NULL)
         alien = "delta-from";
-    if (alien != NULL) {
+    if (alien != NULL)
         return failure_usage(self->name, "--%s is for %s, not for %s", alien,
                              model ? "adapters" : "models (full:R)", s->publication);
-    }
-    if (o->out != NULL && line->words[0] != NULL) {
+    if (o->out != NULL && line->words[0] != NULL)
         return failure_usage(self->name, "--out and '%s' are two directories",
                              line->words[0]);
-    }
     const char *out = o->out != NULL ? o->out : line->words[0];
     o->directory = out;
     if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0)
         return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
-    if (o->progress && !line->common.json) {
+    if (o->progress && !line->common.json)
         return failure_usage(self->name,
                              "--progress is for --json; without it progress "
                              "goes to standard error by itself");
-    }
     if (out == NULL)
         return failure_usage(self->name, "--out DIR is needed");
     if (o->step >= 0 && o->min_step >= 0)

@@ -207,26 +207,22 @@ static uint64_t parse_rate(const char *text)
 
 static int relay_check_usage(const session *s, const relay_options *o)
 {
-    if (o->rate != NULL && parse_rate(o->rate) == 0) {
+    if (o->rate != NULL && parse_rate(o->rate) == 0)
         return failure_usage(s->command->name,
                              "--rate '%s' is no GB/s from 0.001 to 1000", o->rate);
-    }
-    if (o->rate != NULL && o->network == NULL) {
+    if (o->rate != NULL && o->network == NULL)
         return failure_usage(s->command->name,
                              "--rate is for readers on other hosts; give --network");
-    }
-    if (!options_is_model(s->publication)) {
+    if (!options_is_model(s->publication))
         return failure_usage(s->command->name,
                              "%s is an adapter, which is small: engines pull it from "
                              "the trainer; give full:R",
                              s->publication);
-    }
     if (o->memory != NULL && strcmp(o->memory, "host") != 0 &&
-        strchr(o->memory, '/') == NULL) {
+        strchr(o->memory, '/') == NULL)
         return failure_usage(s->command->name,
                              "--memory '%s' is neither host nor a path with a '/'",
                              o->memory);
-    }
     return 0;
 }
 

@@ -31,16 +31,14 @@ static int secret_make_file(const char *path)
 {
     char line[LINE];
     fanin_error error = FANIN_ERROR_INIT;
-    if (!secret_draw(line)) {
+    if (!secret_draw(line))
         return failure_local("cannot make a secret", FANIN_ERR_IO, "try again",
                              "%s: the kernel gives no random bytes", path);
-    }
     fanin_status status = whole_file_write(path, line, LINE, &error);
     explicit_bzero(line, sizeof line);
-    if (status == FANIN_ERR_EXISTS) {
+    if (status == FANIN_ERR_EXISTS)
         snprintf(error.remedy, sizeof error.remedy,
                  "remove it first, if nothing uses it");
-    }
     return status == FANIN_OK ? 0 : failure_report("cannot make a secret", &error);
 }
 
@@ -58,10 +56,9 @@ static int run(const command *self, int argc, const char **argv)
             code = failure_usage(self->name, "give one FILE, which is not there yet");
         else
             code = secret_make_file(parsed.positional[0]);
-        if (code == 0 && common.json) {
+        if (code == 0 && common.json)
             output_json(
                 output_object("file", output_string(parsed.positional[0]), NULL));
-        }
     }
     options_free(&parsed);
     return code;

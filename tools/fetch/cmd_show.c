@@ -141,10 +141,9 @@ static void show_tell(const shower *s, const missing *absent)
     }
     json_t *object =
         s->pattern ? json_object() : json_deep_copy(json_array_get(s->keys, 0));
-    if (s->pattern) {
+    if (s->pattern)
         output_set(object, "publication", output_string(s->publication), "keys",
                    json_incref(s->keys), NULL);
-    }
     output_set(object, "missing", missing_json(absent), NULL);
     output_json(object);
 }
@@ -167,11 +166,10 @@ static int show_target(session *s, const char *name, bool json, const pictures *
     fanin_status status =
         fanin_client_catalog(s->client, s->publication, s->key, session_left_ms(s),
                              show_on_entry, &cookie, &error);
-    if (status == FANIN_OK && cookie.found == 0) {
+    if (status == FANIN_OK && cookie.found == 0)
         status = failure_set(&error, FANIN_ERR_NOT_FOUND,
                              "'nixl-fetch list --run R' shows the names",
                              "no key of %s is like '%s'", s->publication, name);
-    }
     if (status == FANIN_OK && cookie.svg != NULL)
         status = whole_file_write(asked->svg, cookie.svg, strlen(cookie.svg), &error);
     free(cookie.svg);
@@ -194,20 +192,17 @@ static int show_key(session *s, const invocation *line, void *cookie)
     char run[OPTIONS_PUBLICATION];
     const char *name = split_key(line->words[0], run);
     int code = 0;
-    if (asked->svg != NULL && is_pattern(name)) {
+    if (asked->svg != NULL && is_pattern(name))
         return failure_usage(s->command->name, "--svg is of one key, not of '%s'",
                              name);
-    }
-    if (asked->map && line->common.json) {
+    if (asked->map && line->common.json)
         return failure_usage(s->command->name,
                              "--map is for people, --json has all owners");
-    }
     asked->style = shard_style_of(line->common.no_color != 0);
-    if (run[0] != '\0' && line->run != NULL && strcmp(s->publication, run) != 0) {
+    if (run[0] != '\0' && line->run != NULL && strcmp(s->publication, run) != 0)
         return failure_usage(s->command->name,
                              "--run '%s' is not the run of the key '%s'", line->run,
                              line->words[0]);
-    }
     if (run[0] != '\0')
         code = session_choose_run(s, run);
     code = code != 0 ? code : session_need_run(s);

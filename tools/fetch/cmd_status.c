@@ -146,10 +146,9 @@ static int status(session *s, const invocation *line, void *cookie)
 static int checked(session *s, const invocation *line, void *cookie)
 {
     request *r = cookie;
-    if (r->max_age != NULL && !options_duration(r->max_age, &r->max_age_ms)) {
+    if (r->max_age != NULL && !options_duration(r->max_age, &r->max_age_ms))
         return failure_usage("status", "--max-age '%s' is no time such as 30s or 10m",
                              r->max_age);
-    }
     return status(s, line, cookie);
 }
 

@@ -33,16 +33,14 @@ typedef struct top {
 
 static int top_check(top *t)
 {
-    if (t->max_age != NULL && !options_duration(t->max_age, &t->max_age_ms)) {
+    if (t->max_age != NULL && !options_duration(t->max_age, &t->max_age_ms))
         return failure_usage("top", "--max-age '%s' is no time such as 30s or 10m",
                              t->max_age);
-    }
-    if (t->interval != NULL && (!options_duration(t->interval, &t->interval_ms) ||
-                                t->interval_ms < LEAST_MS)) {
+    if (t->interval != NULL &&
+        (!options_duration(t->interval, &t->interval_ms) || t->interval_ms < LEAST_MS))
         return failure_usage(
             "top", "--interval '%s' is no time of at least 100ms, such as 1s or 500ms",
             t->interval);
-    }
     return 0;
 }
 
@@ -82,10 +80,9 @@ static int top_look_again(top *t, session *s)
         return 0;
     if (top_is_final(error.status) || interrupt_requested())
         return session_failure(s, "no status", &error);
-    if (!t->json) {
+    if (!t->json)
         terminal_print("%s: no status: %s%s%s", s->publication, error.message,
                        error.remedy[0] != '\0' ? ": " : "", error.remedy);
-    }
     output_json_line(failure_json(&error));
     return 0;
 }

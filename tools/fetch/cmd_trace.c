@@ -16,10 +16,9 @@ static int trace_become(const command *self, const trace_options *o)
 {
     python p;
     const output_text pull = output_number((uint64_t)o->pull);
-    if (o->parsed.count == 0) {
+    if (o->parsed.count == 0)
         return failure_usage(self->name,
                              "give a FILE of --trace or FANIN_TRACE, or several");
-    }
     python_start(&p, self, &o->common);
     python_add(&p, o->svg);
     python_add(&p, o->merge);

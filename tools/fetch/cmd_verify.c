@@ -98,11 +98,10 @@ static fanin_status load_files(verifier *v, const char *directory, fanin_error *
     bool configured =
         json_object_get(json_object_get(identity, "files"), config_name(v)) != NULL;
     json_decref(identity);
-    if (!good) {
+    if (!good)
         return failure_set(error, FANIN_ERR_MISMATCH,
                            "give a directory that 'nixl-fetch pull' made",
                            "%s/%s: fields are missing or wrong", directory, IDENTITY);
-    }
     if (configured || !options_is_model(v->publication)) {
         v->config = tensor_directory_json(directory, config_name(v), error);
         if (v->config == NULL)
@@ -209,12 +208,11 @@ static bool on_config(void *cookie, const char *name, const char *text)
     (void)name;
     verifier *v = cookie;
     json_t *ranks = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
-    if (json_is_object(ranks) && json_is_object(v->config)) {
+    if (json_is_object(ranks) && json_is_object(v->config))
         compare_config(v, ranks);
-    } else {
+    else
         snprintf(v->difference, sizeof v->difference, "%s",
                  v->config == NULL ? "it is not in the directory" : "it is no object");
-    }
     v->told = true;
     json_decref(ranks);
     return true;
@@ -240,19 +238,17 @@ static fanin_status verify_pair_up(verifier *v, fanin_error *error)
 {
     session *s = v->session;
     fanin_status status = fanin_client_ranks(s->client, verify_on_rank, v, error);
-    if (status == FANIN_OK && v->error.status == FANIN_OK) {
+    if (status == FANIN_OK && v->error.status == FANIN_OK)
         status = fanin_client_catalog(s->client, v->publication, NULL,
                                       session_left_ms(s), verify_on_entry, v, error);
-    }
     if (v->error.status != FANIN_OK) {
         *error = v->error;
         return error->status;
     }
-    if (status == FANIN_OK && v->pairs.count != v->files.count) {
+    if (status == FANIN_OK && v->pairs.count != v->files.count)
         status = failure_set(error, FANIN_ERR_MISMATCH, "pull again",
                              "the file has %zu tensors, the ranks publish %zu",
                              v->files.count, v->pairs.count);
-    }
     return status;
 }
 
@@ -263,11 +259,10 @@ static fanin_status verify_compare(const verifier *v, const whole_tensor *p,
     for (uint64_t done = 0; done < p->bytes; done += PIECE) {
         size_t size = p->bytes - done < PIECE ? (size_t)(p->bytes - done) : PIECE;
         const uint8_t *ranks = memory + done;
-        if (!check_read(p->descriptor, p->offset + done, piece, size)) {
+        if (!check_read(p->descriptor, p->offset + done, piece, size))
             return failure_set(error, FANIN_ERR_IO, "check the disk",
                                "the file cannot be read: %s",
                                errno != 0 ? strerror(errno) : "it became shorter");
-        }
         if (memcmp(piece, ranks, size) != 0) {
             size_t i = 0;
             while (piece[i] == ranks[i])
@@ -301,10 +296,9 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
                            end - first, memory, &result, error);
     if (status == FANIN_OK) {
         fanin_result_get(result, &info);
-        if (memcmp(info.world_id, v->world_id, sizeof v->world_id) != 0) {
+        if (memcmp(info.world_id, v->world_id, sizeof v->world_id) != 0)
             status = failure_set(error, FANIN_ERR_SUPERSEDED, "pull again",
                                  "the ranks are of another world than the directory");
-        }
     }
     fanin_result_free(&result);
     return status;
@@ -343,11 +337,10 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
                      : verify_batch(v, first, end, bytes, error);
         first = end;
     }
-    if (status == FANIN_OK && v->difference[0] != '\0') {
+    if (status == FANIN_OK && v->difference[0] != '\0')
         status = failure_set(error, FANIN_ERR_MISMATCH,
                              "do not load the directory; pull again", "%s: %s",
                              config_name(v), v->difference);
-    }
     return status;
 }
 
@@ -405,11 +398,10 @@ static int verify_directory(verifier *v, const invocation *line)
     int code = load_directory(v, v->directory);
     if (code == 0 && line->run == NULL)
         code = session_choose_run(s, v->publication);
-    if (code == 0 && strcmp(s->publication, v->publication) != 0) {
+    if (code == 0 && strcmp(s->publication, v->publication) != 0)
         return failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
                              "%s holds %s, not %s", v->directory, v->publication,
                              s->publication);
-    }
     session_be_patient(s, line);
     return code != 0 ? code : verify_target(v);
 }
@@ -470,11 +462,10 @@ static int verify_engine(const verifier *v, session *s, const invocation *line)
         &line->parsed,
         "engine run world-size timeout json quiet verbose no-color "
         "server-name expect-world-id secret-file tls-cert tls-key tls-ca");
-    if (other != NULL || line->words[0] != NULL) {
+    if (other != NULL || line->words[0] != NULL)
         return failure_usage(s->command->name, "--engine and %s%s do not go together",
                              other != NULL ? "--" : "a directory, ",
                              other != NULL ? other : line->words[0]);
-    }
     char run[OPTIONS_PUBLICATION];
     int code = 0;
     if (line->run == NULL && !options_is_model(s->publication)) {
@@ -493,10 +484,9 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
         return verify_engine(v, s, line);
     v->session = s;
     v->common = &line->common;
-    if (v->dir != NULL && line->words[0] != NULL) {
+    if (v->dir != NULL && line->words[0] != NULL)
         return failure_usage(s->command->name, "--dir and '%s' are two directories",
                              line->words[0]);
-    }
     v->directory = v->dir != NULL ? v->dir : line->words[0];
     if (v->directory == NULL)
         return failure_usage(s->command->name, "--dir DIR is needed");

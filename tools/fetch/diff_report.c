@@ -86,19 +86,17 @@ static void say_special(json_t *list, const diff_report *r, unsigned side, bool 
     for (size_t i = 0; i < r->count; i++) {
         const change *c = &r->rows[i].change;
         if ((nan ? c->nans : c->infinite)[side] > 0) {
-            if (count < NAMED) {
+            if (count < NAMED)
                 output_append(names, sizeof names, "%s%s", count > 0 ? ", " : "",
                               name_of(&r->rows[i]));
-            }
             count++;
         }
     }
-    if (count > 0) {
+    if (count > 0)
         add_sentence(list, "%zu %s %s in %c: %s%s", count,
                      count == 1 ? "tensor has" : "tensors have",
                      nan ? "NaN" : "infinite elements", side == 0 ? 'A' : 'B', names,
                      count > NAMED ? ", ..." : "");
-    }
 }
 
 static void say_changed(json_t *list, const diff_report *r)

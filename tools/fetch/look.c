@@ -180,10 +180,9 @@ static output_text look_relays(const look *l)
         bytes += l->ranks[i].is.bytes;
         left += l->ranks[i].is.bytes_left;
     }
-    if (relays > 0 && bytes > 0) {
+    if (relays > 0 && bytes > 0)
         snprintf(text.s, sizeof text.s, ", %" PRIu64 " relays%s, %.2f models left",
                  relays, sites, (double)left / (double)bytes);
-    }
     return text;
 }
 
@@ -325,11 +324,10 @@ static void add_counts(json_t *o, const look_rank *r)
         "stream", output_u64(plain), "tls", output_u64(s->bytes_tls), "cma",
         output_u64(s->bytes_cma), "rdma", output_u64(s->bytes_rdma), "cuda_ipc",
         output_u64(s->bytes_cuda_ipc), NULL);
-    for (size_t i = 0; i < r->n_holders; i++) {
+    for (size_t i = 0; i < r->n_holders; i++)
         json_array_append_new(
             holders, output_object("who", output_string(r->holders[i].who), "age_ns",
                                    output_age_ns(r->holders[i].age_ms), NULL));
-    }
 #define ADD(key, name, ...) json_object_set_new(o, #name, output_u64(s->name));
     COUNTERS(ADD, COUNTER_NOT_SHOWN, ADD)
 #undef ADD
@@ -350,14 +348,13 @@ static json_t *rank_json(const look_rank *r)
                               output_string(r->at.address), "status",
                               output_string(fanin_status_name(r->at.status)), "message",
                               output_string(r->at.message), NULL);
-    if (look_answered(r) && r->there) {
+    if (look_answered(r) && r->there)
         output_set(o, "state", output_string(rank_state_name(r->is.state)), "step",
                    output_u64(r->is.step), "state_age_ns",
                    output_age_ns(r->is.state_age_ms), "commit_age_ns",
                    output_age_ns(r->is.commit_age_ms), "update_age_ns",
                    output_age_ns(r->is.update_age_ms), "reason",
                    output_string(r->reason), NULL);
-    }
     if (look_answered(r) && r->stats.counted)
         add_counts(o, r);
     return o;
@@ -368,14 +365,13 @@ json_t *look_json(const session *s, const look *l, const problems *p)
     json_t *ranks = json_array(), *list = json_array();
     for (uint32_t i = 0; i < l->count; i++)
         json_array_append_new(ranks, rank_json(&l->ranks[i]));
-    for (size_t i = 0; i < p->count; i++) {
+    for (size_t i = 0; i < p->count; i++)
         json_array_append_new(
             list, output_object("kind", output_string(p->list[i].kind), "rank",
                                 output_rank(p->list[i].rank), "fails",
                                 json_boolean(p->list[i].status != FANIN_OK), "text",
                                 output_string(p->list[i].text), "remedy",
                                 output_string(p->list[i].remedy), NULL));
-    }
     return output_object("publication", output_string(s->publication), "healthy",
                          json_boolean(problems_verdict(p) == FANIN_OK), "step",
                          output_u64(l->newest), "problems", list, "ranks", ranks, NULL);

@@ -117,10 +117,9 @@ static bool mapping_read_box(const reading *r, const json_t *from,
     bool whole = out->at % size == 0;
     for (uint32_t d = 0; d < s->n_dims; d++) {
         if (out->extent[d] < 1 || out->extent[d] > s->shape[d] ||
-            out->offset[d] > s->shape[d] - out->extent[d]) {
+            out->offset[d] > s->shape[d] - out->extent[d])
             return mapping_wrong(r, "offset",
                                  "and extent are not inside of the source's shape");
-        }
         if (out->extent[d] > 1 && stride[d] == 0)
             return mapping_wrong(r, "stride", "writes elements over each other");
         whole = whole && stride[d] % size == 0;
@@ -161,11 +160,10 @@ static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
             return false;
         r->where[length] = '\0';
         bool large = false;
-        for (uint32_t d = 0; d < out->n_dims; d++) {
+        for (uint32_t d = 0; d < out->n_dims; d++)
             large =
                 __builtin_mul_overflow(elements, out->boxes[i].extent[d], &elements) ||
                 elements >= MOST || large;
-        }
         all += elements;
         if (large || all >= MOST)
             return mapping_wrong(r, "boxes", "are larger than any memory");

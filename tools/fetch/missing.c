@@ -85,20 +85,18 @@ missing_text missing_name(const missing_rank *r)
 
 void missing_print(const missing *m)
 {
-    for (uint32_t i = 0; i < m->count; i++) {
+    for (uint32_t i = 0; i < m->count; i++)
         terminal_print("%s unreachable: %s", missing_name(&m->ranks[i]).s,
                        m->ranks[i].message);
-    }
 }
 
 void missing_warn(const session *s)
 {
     missing m;
     missing_gather(s, &m);
-    for (uint32_t i = 0; i < m.count; i++) {
+    for (uint32_t i = 0; i < m.count; i++)
         failure_warn("%s does not answer: %s", missing_name(&m.ranks[i]).s,
                      m.ranks[i].message);
-    }
     missing_free(&m);
 }
 

@@ -288,13 +288,12 @@ static bool set_number(const command *self, const struct poptOption *option,
     bool digits = isdigit((unsigned char)text[0]) || text[0] == '-';
     long long value = strtoll(text, &end, 10);
     if (!digits || *end != '\0' || errno != 0 || value < low || value > high) {
-        if (high == LLONG_MAX) {
+        if (high == LLONG_MAX)
             failure_usage(self->name, "--%s '%s' is no whole number from %lld on",
                           option->longName, text, low);
-        } else {
+        else
             failure_usage(self->name, "--%s '%s' is no whole number from %lld to %lld",
                           option->longName, text, low, high);
-        }
         return false;
     }
     if ((option->argInfo & POPT_ARG_MASK) == POPT_ARG_INT)
@@ -322,11 +321,10 @@ static int options_bad_option(const command *self, const flat_table *flat,
         snprintf(word, sizeof word, "%s", option + 2);
         word[strcspn(word, "=")] = '\0';
         const char *nearest = options_nearest(word, names);
-        if (nearest != NULL) {
+        if (nearest != NULL)
             return failure_usage(self->name,
                                  "unknown option '%s', did you mean '--%s'?", option,
                                  nearest);
-        }
     }
     return failure_usage(self->name, "option '%s': %s", option, poptStrerror(code));
 }

@@ -228,10 +228,9 @@ output_text output_age(uint64_t ms)
     size_t i = 0;
     while (ms >= units[i].below && units[i].below != UINT64_MAX)
         i++;
-    if (ms > 0) {
+    if (ms > 0)
         snprintf(text.s, sizeof text.s, "%" PRIu64 " %s", ms / units[i].unit,
                  units[i].name);
-    }
     return text;
 }
 
@@ -265,10 +264,9 @@ output_text output_number(uint64_t value)
 output_text output_dims(const uint64_t *values, uint32_t count)
 {
     output_text text = {"["};
-    for (uint32_t i = 0; i < count && strlen(text.s) + 24 < sizeof text.s; i++) {
+    for (uint32_t i = 0; i < count && strlen(text.s) + 24 < sizeof text.s; i++)
         output_append(text.s, sizeof text.s, "%s%" PRIu64, i > 0 ? ", " : "",
                       values[i]);
-    }
     output_append(text.s, sizeof text.s, "]");
     return text;
 }

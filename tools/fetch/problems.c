@@ -94,16 +94,15 @@ static void judge_missing(problems *p, const look_rank *r)
 {
     fanin_status status = r->at.status;
     missing_text name = missing_name(&r->at);
-    if (status == FANIN_ERR_VERSION) {
+    if (status == FANIN_ERR_VERSION)
         problems_add(p, OTHER_VERSION, r, "version", status,
                      "%s is of another release: %s", name.s, r->at.message);
-    } else if (status == FANIN_ERR_PROTOCOL) {
+    else if (status == FANIN_ERR_PROTOCOL)
         problems_add(p, OTHER_VERSION, r, "protocol", status,
                      "%s does not speak fanin's protocol: %s", name.s, r->at.message);
-    } else {
+    else
         problems_add(p, NO_ANSWER, r, "no-answer", status, "%s does not answer%s: %s",
                      name.s, r->at.silent ? " (stopped?)" : "", r->at.message);
-    }
     if (r->at.silent)
         p->list[p->count - 1].remedy = remedy_of("silent");
 }
@@ -114,31 +113,30 @@ static void judge_state(problems *p, const look_rank *r, fanin_status wrong)
     missing_text name = missing_name(&r->at);
     uint64_t age = r->is.update_age_ms > 0 ? r->is.update_age_ms : r->is.state_age_ms;
     bool tell = wrong != FANIN_OK || age >= UPDATE_MS;
-    if (r->is.state == FANIN_PUBLICATION_PAUSED) {
+    if (r->is.state == FANIN_PUBLICATION_PAUSED)
         problems_add(p, PAUSED, r, "paused", wrong, "%s is paused for %s%s%s", name.s,
                      output_age(r->is.state_age_ms).s, r->reason[0] != '\0' ? ": " : "",
                      r->reason);
-    } else if (r->is.state == FANIN_PUBLICATION_DRAINING && tell) {
+    else if (r->is.state == FANIN_PUBLICATION_DRAINING && tell)
         problems_add(p, STUCK, r, "draining", wrong,
                      "%s: its update waits for readers for %s", name.s,
                      output_age(r->is.state_age_ms).s);
-    } else if (r->is.state == FANIN_PUBLICATION_WRITING && r->is.pending && tell) {
+    else if (r->is.state == FANIN_PUBLICATION_WRITING && r->is.pending && tell)
         problems_add(
             p, STUCK, r, "pending", wrong,
             "%s has committed, and its device is not done: in its update for %s",
             name.s, output_age(age).s);
-    } else if (r->is.state == FANIN_PUBLICATION_WRITING && tell) {
+    else if (r->is.state == FANIN_PUBLICATION_WRITING && tell)
         problems_add(p, STUCK, r, "updating", wrong,
                      "%s: in its update for %s, its last step is %" PRIu64, name.s,
                      output_age(age).s, r->is.step);
-    } else if (r->is.state == FANIN_PUBLICATION_UNPUBLISHED) {
+    else if (r->is.state == FANIN_PUBLICATION_UNPUBLISHED)
         problems_add(p, NOT_THERE, r, "unpublished", FANIN_ERR_STALE,
                      "%s has nothing to read: %s", name.s,
                      r->is.commit_age_ms > 0
                          ? "its last update was aborted, or its last step "
                            "taken back"
                          : "nothing was committed yet");
-    }
 }
 
 static void judge_step(problems *p, const look *l, const look_rank *r,
@@ -152,16 +150,14 @@ static void judge_step(problems *p, const look *l, const look_rank *r,
         return;
     }
     judge_state(p, r, wrong);
-    if (r->is.commit_age_ms > 0 && r->is.step < l->newest) {
+    if (r->is.commit_age_ms > 0 && r->is.step < l->newest)
         problems_add(p, BEHIND, r, "behind", wrong,
                      "%s is behind: step %" PRIu64 ", the furthest %" PRIu64, name.s,
                      r->is.step, l->newest);
-    }
-    if (max_age_ms > 0 && r->is.commit_age_ms > max_age_ms) {
+    if (max_age_ms > 0 && r->is.commit_age_ms > max_age_ms)
         problems_add(p, OLD, r, "old", FANIN_ERR_TIMEOUT,
                      "%s has committed nothing for %s", name.s,
                      output_age(r->is.commit_age_ms).s);
-    }
 }
 
 /* A holder of several ranks' leases is told once, by its oldest. */
@@ -182,17 +178,15 @@ static void judge_leases(problems *p, const look_rank *r)
         bool address = strpbrk(h->who, "0123456789") != NULL;
         snprintf(begin, sizeof begin, "engine %s %s has held", address ? "at" : "of",
                  h->who);
-        if (h->age_ms >= LEASE_MS && !told_already(p, begin)) {
+        if (h->age_ms >= LEASE_MS && !told_already(p, begin))
             problems_add(p, LEASE, r, "lease", FANIN_OK, "%s a lease for %s (%s)",
                          begin, output_age(h->age_ms).s, missing_name(&r->at).s);
-        }
     }
     if (r->n_holders == 0 && r->is.lease_age_ms >= LEASE_MS &&
-        !told_already(p, "an engine has held")) {
+        !told_already(p, "an engine has held"))
         problems_add(p, LEASE, r, "lease", FANIN_OK,
                      "an engine has held a lease for %s (%s)",
                      output_age(r->is.lease_age_ms).s, missing_name(&r->at).s);
-    }
 }
 
 /* A reader has all leases until the last rank has sent all: the one that still sends is the cause,

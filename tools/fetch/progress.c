@@ -35,10 +35,9 @@ static void append_waited_for(const fanin_rank_progress *r, bool all, char *out,
                               size_t size)
 {
     output_append(out, size, ", rank %d", (int)r->rank);
-    if (all) {
+    if (all)
         output_append(out, size, " %s: %s of %s", r->address,
                       output_bytes(r->bytes_done).s, output_bytes(r->bytes_total).s);
-    }
     output_append(out, size, "%s no byte for %" PRIu64 " s", all ? "," : ":",
                   r->quiet_ms / 1000);
 }
@@ -50,10 +49,9 @@ static void progress_text(const progress_state *at, progress_parts parts, char *
 {
     double share = at->total > 0 ? (double)at->done / (double)at->total : 1.0;
     snprintf(out, size, "%3.0f %%", 100.0 * share);
-    if (parts >= PROGRESS_AMOUNT) {
+    if (parts >= PROGRESS_AMOUNT)
         output_append(out, size, "  %s of %s", output_bytes(at->done).s,
                       output_bytes(at->total).s);
-    }
     if (at->waits_for != NULL && parts >= PROGRESS_RATE) {
         append_waited_for(at->waits_for, parts == PROGRESS_LEFT, out, size);
         return;
@@ -161,13 +159,12 @@ static bool waiting_on_publication(void *cookie, const fanin_publication_info *i
     const waiting *w = b->waiting;
     bool there = info->state == FANIN_PUBLICATION_STABLE && info->step >= w->step;
     if (!there && strcmp(info->name, w->session->publication) == 0 &&
-        b->count < w->session->target.count) {
+        b->count < w->session->target.count)
         b->ranks[b->count++] = (fanin_rank_state){.struct_size = sizeof b->ranks[0],
                                                   .rank = info->rank,
                                                   .state = info->state,
                                                   .step = info->step,
                                                   .state_age_ms = info->state_age_ms};
-    }
     return true;
 }
 
@@ -175,10 +172,9 @@ static void tell_missing(const waiting *w)
 {
     missing m;
     missing_gather(&w->own, &m);
-    for (uint32_t i = 0; i < m.count; i++) {
+    for (uint32_t i = 0; i < m.count; i++)
         terminal_tell("nixl-fetch: waiting for %s: %s", missing_name(&m.ranks[i]).s,
                       m.ranks[i].message);
-    }
     missing_free(&m);
 }
 
@@ -192,10 +188,9 @@ static void waiting_tell(const waiting *w)
             FANIN_OK &&
         !atomic_load(&w->hushed)) {
         rank_states_text(b.ranks, b.count, text, sizeof text);
-        if (b.count > 0) {
+        if (b.count > 0)
             terminal_tell("nixl-fetch: waiting for step %" PRIu64 " of %s: %s", w->step,
                           w->session->publication, text);
-        }
         tell_missing(w);
     }
     free(b.ranks);

@@ -50,10 +50,9 @@ static bool suggest_on_publication(void *cookie, const fanin_publication_info *i
     const char *run = options_run_of(info->name);
     if (lists(s->all, run))
         return true;
-    if (strlen(s->all) + strlen(run) + 3 < sizeof s->all) {
+    if (strlen(s->all) + strlen(run) + 3 < sizeof s->all)
         output_append(s->all, sizeof s->all, "%s%s", s->all[0] != '\0' ? ", " : "",
                       run);
-    }
     if (options_nearer(s->word, run, &s->best))
         snprintf(s->nearest, sizeof s->nearest, "%s", run);
     return true;
@@ -74,22 +73,20 @@ static void suggest(const session *s, const char *name, fanin_error *error)
     if (name != NULL &&
         fanin_client_catalog(s->client, s->publication, NULL, PATIENCE_MS,
                              suggest_on_entry, &keys, &ignored) == FANIN_OK) {
-        if (keys.nearest[0] != '\0') {
+        if (keys.nearest[0] != '\0')
             snprintf(error->remedy, sizeof error->remedy, "did you mean '%.200s'?",
                      keys.nearest);
-        }
         return;
     }
     if (fanin_client_list(s->client, PATIENCE_MS, suggest_on_publication, &runs,
                           &ignored) != FANIN_OK)
         return;
-    if (runs.nearest[0] != '\0' && strcmp(runs.nearest, s->run) != 0) {
+    if (runs.nearest[0] != '\0' && strcmp(runs.nearest, s->run) != 0)
         snprintf(error->remedy, sizeof error->remedy, "did you mean the run '%.64s'?",
                  runs.nearest);
-    } else if (runs.all[0] != '\0' && !lists(runs.all, s->run)) {
+    else if (runs.all[0] != '\0' && !lists(runs.all, s->run))
         snprintf(error->remedy, sizeof error->remedy, "the ranks have the runs %s",
                  runs.all);
-    }
 }
 
 int session_trace_start(const char *file)
@@ -112,10 +109,9 @@ void session_log(void *verbose, fanin_log_level level, const char *event,
                  const char *message)
 {
     static const char *const names[] = {"log", "error", "warning", "info", "debug"};
-    if (level <= FANIN_LOG_WARNING || verbose != NULL) {
+    if (level <= FANIN_LOG_WARNING || verbose != NULL)
         terminal_tell("nixl-fetch: %s: %s: %s",
                       names[level >= 1 && level <= 4 ? level : 0], event, message);
-    }
 }
 
 static void session_drop(void *cookie, fanin_log_level level, const char *event,
@@ -182,22 +178,20 @@ static int configure(session *s, const invocation *line)
         config->connect_timeout_ms = common->timeout_ms;
     if (connect->path != NULL) {
         config->path = fanin_path_from_name(connect->path);
-        if (config->path < 0) {
+        if (config->path < 0)
             return failure_usage(
                 s->command->name,
                 "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
                 connect->path);
-        }
         if (config->no_ucx && strcmp(connect->path, "rdma") == 0)
             return failure_usage(s->command->name, "--no-ucx excludes --path rdma");
     }
     if (connect->world_id != NULL &&
-        !target_world_id(connect->world_id, config->world_id)) {
+        !target_world_id(connect->world_id, config->world_id))
         return failure_usage(s->command->name,
                              "--expect-world-id '%s' is not 32 hexadecimal digits, not "
                              "all zero",
                              connect->world_id);
-    }
     return 0;
 }
 
@@ -361,17 +355,16 @@ static void explain_world(const session *s, fanin_error *error)
     if (error->status != FANIN_ERR_WORLD || s->demanding)
         return; /* what an option demands the remedy speaks of */
     unsigned size = other_size(error);
-    if (s->target.file != NULL) {
+    if (s->target.file != NULL)
         output_append(
             error->remedy, sizeof error->remedy,
             "; %.120s names the ranks: a trainer that starts anew writes it anew",
             s->target.file);
-    } else if (s->target.count == 1) {
+    else if (s->target.count == 1)
         snprintf(error->remedy, sizeof error->remedy,
                  "give --world-size N, or the address of every rank");
-    } else if (s->target.in_rank_order && size > 0 && would_take_all(s, size, error)) {
+    else if (s->target.in_rank_order && size > 0 && would_take_all(s, size, error))
         snprintf(error->remedy, sizeof error->remedy, "give --world-size %u", size);
-    }
 }
 
 int session_failure(const session *s, const char *what, fanin_error *error)

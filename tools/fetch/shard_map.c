@@ -35,10 +35,9 @@ uint64_t shard_distinct_bytes(const fanin_entry *e)
 static bool meet(const fanin_entry *e, const fanin_owner *a, const fanin_owner *b)
 {
     bool both = a->bytes > 0 && b->bytes > 0;
-    for (uint32_t d = 0; d < e->n_dims && both; d++) {
+    for (uint32_t d = 0; d < e->n_dims && both; d++)
         both = a->offset[d] < b->offset[d] + b->extent[d] &&
                b->offset[d] < a->offset[d] + a->extent[d];
-    }
     return both;
 }
 
@@ -178,15 +177,14 @@ static char glyph_of(uint32_t rank)
 static void put_cell(FILE *stream, const fanin_owner *o, const shard_style *style)
 {
     static const int colors[] = {41, 42, 43, 44, 45, 46};
-    if (o == NULL) {
+    if (o == NULL)
         fputs(style->utf8 ? "\xc2\xb7" : ".", stream);
-    } else if (style->color) {
+    else if (style->color)
         fprintf(stream, "\033[30;%dm%c\033[0m",
                 colors[o->rank % (sizeof colors / sizeof colors[0])],
                 glyph_of(o->rank));
-    } else {
+    else
         fputc(glyph_of(o->rank), stream);
-    }
 }
 
 static void put_edge(FILE *stream, const shard_style *style, uint64_t cells, bool top)
@@ -214,12 +212,11 @@ void shard_map_draw(FILE *stream, const fanin_entry *e, const shard_style *style
     put_edge(stream, style, wide, true);
     for (uint64_t i = 0; i < high && wide > 0; i++) {
         fprintf(stream, "  %s", side);
-        for (uint64_t j = 0; j < wide; j++) {
+        for (uint64_t j = 0; j < wide; j++)
             put_cell(stream,
                      owner_at(&s, shard_map_middle(i, high, s.high),
                               shard_map_middle(j, wide, s.wide)),
                      style);
-        }
         fprintf(stream, "%s\n", side);
     }
     put_edge(stream, style, wide, false);

@@ -27,16 +27,14 @@ static fanin_status target_place(target *out, uint64_t index, const char *host,
                                  uint64_t port, fanin_error *error)
 {
     bool v6 = strchr(host, ':') != NULL && host[0] != '[';
-    if (port == 0 || port > 65535) {
+    if (port == 0 || port > 65535)
         return failure_set(error, FANIN_ERR_ARGUMENT, "give a smaller base port",
                            "rank %" PRIu64 " would listen on port %" PRIu64
                            " of %s, and ports end at 65535",
                            index, port, host);
-    }
-    if (out->addresses[index] != NULL) {
+    if (out->addresses[index] != NULL)
         return failure_set(error, FANIN_ERR_ARGUMENT, "name every rank once",
                            "rank %" PRIu64 " is named twice", index);
-    }
     if (asprintf(&out->addresses[index], v6 ? "[%s]:%" PRIu64 : "%s:%" PRIu64, host,
                  port) < 0) {
         out->addresses[index] = NULL;
@@ -47,10 +45,9 @@ static fanin_status target_place(target *out, uint64_t index, const char *host,
 
 static fanin_status target_reserve(target *out, uint64_t count, fanin_error *error)
 {
-    if (count == 0 || count > TARGET_MAX_RANKS) {
+    if (count == 0 || count > TARGET_MAX_RANKS)
         return failure_set(error, FANIN_ERR_ARGUMENT, "1 to 65536 ranks are possible",
                            "a world of %" PRIu64 " ranks", count);
-    }
     out->addresses = calloc(count, sizeof out->addresses[0]);
     if (out->addresses == NULL)
         return failure_memory(error, "the addresses");
@@ -65,10 +62,9 @@ static fanin_status split(char *word, char host[SOCKET_HOST], uint16_t *port,
     word += strspn(word, " ");
     for (size_t n = strlen(word); n > 0 && word[n - 1] == ' '; n--)
         word[n - 1] = '\0';
-    if (!socket_split(word, host, port) || *port == 0) {
+    if (!socket_split(word, host, port) || *port == 0)
         return failure_set(error, FANIN_ERR_ARGUMENT, forms, "'%.200s' is no HOST:PORT",
                            word);
-    }
     return FANIN_OK;
 }
 
@@ -80,11 +76,10 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
     uint16_t port = 0;
     for (const char *p = text; *p != '\0'; p++)
         count += *p == ',';
-    if (count > 1 && world_size != 0 && world_size != count) {
+    if (count > 1 && world_size != 0 && world_size != count)
         return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --world-size",
                            "%" PRIu64 " addresses for a world of %u ranks", count,
                            world_size);
-    }
     char *list = output_require(strdup(text)), *rest = list;
     fanin_status status =
         target_reserve(out, world_size != 0 ? world_size : count, error);
@@ -92,10 +87,9 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
         if (rank < count)
             status = split(strsep(&rest, ","), host, &port, error);
-        if (status == FANIN_OK) {
+        if (status == FANIN_OK)
             status = target_place(out, rank, host,
                                   count == 1 ? (uint64_t)port + rank : port, error);
-        }
     }
     free(list);
     return status;
@@ -120,10 +114,9 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
         return bad_file(error, path, "a host without a name or with a bad base_port");
     bool list = json_is_array(ranks);
     if (!list && (!json_is_integer(ranks) || json_integer_value(ranks) < 0 ||
-                  json_integer_value(ranks) > TARGET_MAX_RANKS)) {
+                  json_integer_value(ranks) > TARGET_MAX_RANKS))
         return bad_file(error, path,
                         "\"ranks\" is neither a list of ranks nor a number of them");
-    }
     uint64_t base = (uint64_t)json_integer_value(port);
     uint64_t n = list ? json_array_size(ranks) : (uint64_t)json_integer_value(ranks);
     for (uint64_t i = 0; i < n; i++) {
@@ -131,10 +124,9 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
         const json_t *item = list ? json_array_get(ranks, i) : NULL;
         if (json_is_integer(item))
             rank = json_integer_value(item);
-        if (rank < 0 || rank >= out->count) {
+        if (rank < 0 || rank >= out->count)
             return bad_file(error, path,
                             "a rank that is not below the number of ranks");
-        }
         fanin_status status =
             target_place(out, (uint64_t)rank, name, base + (uint64_t)rank, error);
         if (status != FANIN_OK)
@@ -158,12 +150,11 @@ static fanin_status parse_hosts(const json_t *hosts, const char *path,
                                             : json_integer_value(ranks);
         count += n > 0 && n <= TARGET_MAX_RANKS ? (uint64_t)n : 0;
     }
-    if (world_size != 0 && world_size != count) {
+    if (world_size != 0 && world_size != count)
         return failure_set(error, FANIN_ERR_ARGUMENT, "correct world_size or the hosts",
                            "%s: the hosts have %" PRIu64
                            " ranks, world_size is %" PRIu64,
                            path, count, world_size);
-    }
     fanin_status status = target_reserve(out, count, error);
     json_array_foreach(hosts, i, entry)
     {
@@ -266,10 +257,9 @@ static fanin_status parse_demands(const json_t *root, const char *path, target *
     const json_t *name = json_object_get(root, "server_name");
     if (world != NULL && !json_is_null(world) &&
         (!json_is_string(world) ||
-         !target_world_id(json_string_value(world), out->world_id))) {
+         !target_world_id(json_string_value(world), out->world_id)))
         return bad_file(error, path,
                         "\"world_id\" is not 32 hexadecimal digits, not all zero");
-    }
     fanin_status status =
         parse_secret_file(json_object_get(root, "secret_file"), path, out, error);
     if (status != FANIN_OK || name == NULL || json_is_null(name))
@@ -289,10 +279,9 @@ static fanin_status parse_base(const json_t *root, const char *path, uint64_t si
         json_integer_value(port) < 1 || json_integer_value(port) > 65535 || size == 0)
         return bad_file(error, path, "host, base_port or world_size is missing or bad");
     fanin_status status = target_reserve(out, size, error);
-    for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
+    for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++)
         status = target_place(out, rank, host,
                               (uint64_t)json_integer_value(port) + rank, error);
-    }
     return status;
 }
 
@@ -313,10 +302,9 @@ static fanin_status parse_object(const json_t *root, const char *path,
         return bad_file(error, path, "another world_size than --world-size");
     size = size != 0 ? size : world_size;
     fanin_status status = parse_run(json_object_get(root, "run_idx"), path, out, error);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status =
             parse_publications(json_object_get(root, "publications"), path, out, error);
-    }
     status = status != FANIN_OK ? status : parse_demands(root, path, out, error);
     if (status != FANIN_OK)
         return status;

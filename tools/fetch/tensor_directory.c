@@ -39,10 +39,9 @@ json_t *tensor_directory_json(const char *directory, const char *name,
     }
     if (descriptor >= 0)
         close(descriptor);
-    if (root == NULL) {
+    if (root == NULL)
         failure_set(error, status, "give a directory that 'nixl-fetch pull' made",
                     "%s: %s", path, why.text);
-    }
     return root;
 }
 
@@ -98,10 +97,9 @@ static fanin_status add_named(tensor_directory *d, const char *directory,
 {
     const char *file_name = json_string_value(value);
     char text[FANIN_MAX_NAME + 128];
-    if (file_name == NULL || strchr(file_name, '/') != NULL || file_name[0] == '.') {
+    if (file_name == NULL || strchr(file_name, '/') != NULL || file_name[0] == '.')
         return tensors_refuse(error, directory, TENSORS_INDEX,
                               "weight_map has what is no name of a file");
-    }
     size_t file = tensors_add_file(d, directory, file_name, error);
     if (file == SIZE_MAX) { /* the directory is there, but not whole */
         error->status =
@@ -129,10 +127,9 @@ static fanin_status open_index(tensor_directory *d, const char *directory,
     json_t *map = json_object_get(root, "weight_map");
     d->tensors =
         output_require(calloc(json_object_size(map) + 1, sizeof d->tensors[0]));
-    if (!json_is_object(map)) {
+    if (!json_is_object(map))
         status =
             tensors_refuse(error, directory, TENSORS_INDEX, "it has no weight_map");
-    }
     json_object_foreach(map, name, value)
     {
         if (status == FANIN_OK)
@@ -192,11 +189,10 @@ static fanin_status check_alone(const char *directory, fanin_error *error)
     DIR *stream = opendir(directory);
     for (const struct dirent *e;
          status == FANIN_OK && stream != NULL && (e = readdir(stream)) != NULL;) {
-        if (tensors_is_beside(e->d_name)) {
+        if (tensors_is_beside(e->d_name))
             status = tensors_refuse(error, directory, e->d_name,
                                     "lies beside " TENSORS_OF_MODEL
                                     ": engines may load either, or both");
-        }
     }
     if (stream != NULL)
         closedir(stream);

@@ -58,10 +58,9 @@ static int tell_ready(const serve_options *o, const rank_options *options,
                       const ranks *r)
 {
     FILE *stream = o->ready_fd >= 0 ? fdopen(o->ready_fd, "w") : stdout;
-    if (stream == NULL) {
+    if (stream == NULL)
         return failure_usage("serve", "--ready-fd %d: %s", o->ready_fd,
                              strerror(errno));
-    }
     char *target = ranks_target(r);
     if (o->common.json) {
         json_t *object = ready_json(options, r, target);
@@ -76,11 +75,10 @@ static int tell_ready(const serve_options *o, const rank_options *options,
     if (o->ready_fd < 0)
         return failure_of_output(0);
     bool bad = ferror(stream) != 0;
-    if (fclose(stream) != 0 || bad) {
+    if (fclose(stream) != 0 || bad)
         return failure_local("cannot start ranks", FANIN_ERR_IO,
                              "give a descriptor that can be written",
                              "--ready-fd %d: %s", o->ready_fd, strerror(errno));
-    }
     return 0;
 }
 
@@ -131,12 +129,11 @@ static json_t *info_json(const rank_options *options, const ranks *r)
         return object;
     }
     json_t *hosts = json_array();
-    for (uint32_t rank = 0; rank < options->world_size; rank++) {
+    for (uint32_t rank = 0; rank < options->world_size; rank++)
         json_array_append_new(
             hosts,
             json_pack("{s:s, s:i, s:[i]}", "host", ranks_host(r), "base_port",
                       (int)ranks_slot(r, rank)->port - (int)rank, "ranks", (int)rank));
-    }
     output_set(object, "hosts", hosts, NULL);
     return object;
 }
@@ -203,12 +200,11 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
         return;
     }
     json_decref(list);
-    if (!o->common.quiet) {
+    if (!o->common.quiet)
         fprintf(stderr,
                 "serve: stopped at step %" PRIu64 "; pulls confirmed by ranks %" PRIu64
                 ", stale %" PRIu64 "; begin_update waited at most %s\n",
                 ranks_slot(r, 0)->step, good, stale, output_duration(longest).s);
-    }
 }
 
 static int serve_resolve(const command *self, serve_options *o, source *served,

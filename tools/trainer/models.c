@@ -64,10 +64,9 @@ static fanin_status tensor_list_make(tensor_list *list, size_t count, fanin_dtyp
                                      fanin_error *error)
 {
     uint32_t bits = fanin_dtype_bits(dtype);
-    if (bits < 8 || bits % 8 != 0) {
+    if (bits < 8 || bits % 8 != 0)
         return failure_set(error, FANIN_ERR_ARGUMENT, "give --dtype bf16 or another",
                            "elements of packed or unknown dtype");
-    }
     list->tensors = calloc(count, sizeof list->tensors[0]);
     list->names = malloc(count * NAME_SIZE);
     if (list->tensors == NULL || list->names == NULL) {
@@ -130,12 +129,11 @@ static void append_layer(tensor_list *list, const model *m, uint32_t layer, uint
     }
     for (uint32_t expert = 0; expert < (m->experts > 0 ? m->experts : 1); expert++) {
         for (size_t i = 0; i < 3; i++) {
-            if (m->experts > 0) {
+            if (m->experts > 0)
                 snprintf(module, sizeof module, "%u.mlp.experts.%u.%s", layer, expert,
                          mlp[i].name);
-            } else {
+            else
                 snprintf(module, sizeof module, "%u.mlp.%s", layer, mlp[i].name);
-            }
             append_pair(list, dtype, module, r, mlp[i].in, mlp[i].out);
         }
     }
@@ -145,14 +143,12 @@ fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dt
                           tensor_list *out, fanin_error *error)
 {
     *out = (tensor_list){0};
-    if (r == 0 || r > MAX_R) {
+    if (r == 0 || r > MAX_R)
         return failure_set(error, FANIN_ERR_ARGUMENT, "give --r 1 to 4096",
                            "an adapter of rank %u", r);
-    }
-    if (fused && m->experts == 0) {
+    if (fused && m->experts == 0)
         return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --fused",
                            "%s has no experts", m->name);
-    }
     size_t modules = 4 + (fused ? 2 : 3 * (size_t)(m->experts > 0 ? m->experts : 1));
     fanin_status status = tensor_list_make(out, 2 * modules * m->layers, dtype, error);
     for (uint32_t layer = 0; layer < m->layers && status == FANIN_OK; layer++)

@@ -125,19 +125,17 @@ int ranks_start(const rank_options *options, ranks **ranks_out)
 static int tell_death(ranks *r, uint32_t rank, int wait_status)
 {
     const rank_slot *slot = &r->board->slots[rank];
-    if (r->told) {
+    if (r->told)
         return slot->failed ? exit_code_of(slot->error.status)
                             : exit_code_of(FANIN_ERR_CLOSED);
-    }
     r->told = true;
     if (slot->failed)
         return failure_report("a rank failed", &slot->error);
-    if (WIFSIGNALED(wait_status)) {
+    if (WIFSIGNALED(wait_status))
         return failure_local("the ranks ended", FANIN_ERR_CLOSED,
                              "start them again (--keep-going lets the others live)",
                              "rank %u (process %d) was ended by signal %d", rank,
                              (int)slot->pid, WTERMSIG(wait_status));
-    }
     return failure_local("the ranks ended", FANIN_ERR_INTERNAL, "start them again",
                          "rank %u (process %d) ended with status %d", rank,
                          (int)slot->pid, WEXITSTATUS(wait_status));
@@ -224,11 +222,10 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
     uint64_t end = deadline_in_ms(timeout_ms);
     while (!all_ready(r)) {
         uint32_t left_ms = (uint32_t)deadline_poll_ms(end);
-        if (left_ms == 0) {
+        if (left_ms == 0)
             return failure_local("cannot start ranks", FANIN_ERR_TIMEOUT,
                                  "give a longer --timeout or fewer bytes",
                                  "not all ranks were ready in %u ms", timeout_ms);
-        }
         int code = ranks_look(r, left_ms);
         if (code != 0)
             return code;
@@ -245,12 +242,11 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
             rank++;
             continue;
         }
-        if (deadline_passed(end)) {
+        if (deadline_passed(end))
             return failure_local("the ranks do not go on", FANIN_ERR_TIMEOUT,
                                  "give a longer --timeout or fewer bytes",
                                  "rank %u has not committed step %" PRIu64 " in %u ms",
                                  rank, step, timeout_ms);
-        }
         int code = ranks_look(r, LOOK_MS);
         if (code != 0)
             return code;
@@ -264,10 +260,9 @@ int ranks_serve(ranks *r)
         int code = ranks_reap(r);
         if (code != 0 || atomic_load(&r->board->stop) != 0)
             return code;
-        if (count_living(r) == 0) {
+        if (count_living(r) == 0)
             return failure_local("the ranks ended", FANIN_ERR_CLOSED,
                                  "start them again", "no rank is left");
-        }
         if (wait_event(r, -1))
             return 0;
     }

@@ -129,10 +129,9 @@ static fanin_status serve_rank_no_memory(fanin_error *error, const char *key)
 static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
-    if (l->device != DEVICE_HOST) {
+    if (l->device != DEVICE_HOST)
         return device_shards_make(l->device, l->shards, list->count, run->memory,
                                   &run->device, error);
-    }
     for (size_t i = 0; i < list->count; i++) {
         if (l->shards[i].bytes > 0 &&
             posix_memalign(&run->memory[i], 64, l->shards[i].bytes) != 0) {
@@ -168,10 +167,9 @@ static fanin_status serve_rank_allocate(life *l, fanin_error *error)
     l->runs = calloc(o->n_runs, sizeof l->runs[0]);
     if (l->shards == NULL || l->runs == NULL)
         return serve_rank_no_memory(error, "");
-    for (size_t i = 0; i < o->tensors->count; i++) {
+    for (size_t i = 0; i < o->tensors->count; i++)
         shard_cut(&o->tensors->tensors[i], o->shard_dim, parts, l->rank % parts,
                   &l->shards[i]);
-    }
     for (size_t i = 0; i < o->n_runs; i++) {
         fanin_status status = allocate_run(l, i, error);
         if (status != FANIN_OK)
@@ -250,10 +248,9 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
     options.flags = (p->snapshot ? (uint32_t)FANIN_COMMIT_SNAPSHOT : 0) |
                     (wait ? (uint32_t)FANIN_COMMIT_WAIT : 0);
     options.cast = p->cast;
-    if (run->device != NULL && !p->no_stream) {
+    if (run->device != NULL && !p->no_stream)
         options.stream = (fanin_stream){
             gpu_stream_handle(device_shards_stream(run->device)), (int32_t)l->device};
-    }
     fanin_status status =
         p->no_stream || p->timed ? serve_rank_finish(run, error) : FANIN_OK;
     if (status != FANIN_OK)
@@ -295,14 +292,12 @@ static fanin_status serve_rank_put(const life *l, const published *run,
         };
         memcpy(tensors[i].shape, spec->shape, sizeof spec->shape);
     }
-    if (status == FANIN_OK && list->count > 0) {
+    if (status == FANIN_OK && list->count > 0)
         status =
             fanin_server_put(l->server, run->name, tensors, list->count, false, error);
-    }
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = fanin_server_set_metadata(l->server, run->name, l->options->pairs,
                                            l->options->n_pairs, error);
-    }
     free(tensors);
     free(boxes);
     return status;
@@ -435,10 +430,9 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
     fanin_status status = serve_rank_allocate(&l, &error);
     for (size_t i = 0; status == FANIN_OK && extents != NULL && options->n_runs > 0 &&
                        i < options->tensors->count;
-         i++) {
+         i++)
         extents[i] =
             (rank_extent){(uint64_t)(uintptr_t)l.runs[0].memory[i], l.shards[i].bytes};
-    }
     status = status != FANIN_OK ? status : create_server(&l, &error);
     status = status != FANIN_OK ? status : serve_rank_live(&l, ready_fd, &error);
     if (l.server != NULL) {

@@ -90,32 +90,27 @@ static int source_open_model(const command *self, const source_options *options,
                              : options->model == NULL ? fallback
                                                       : NULL;
     const adapter_shape *shape = shape_name ? adapter_shape_find(shape_name) : NULL;
-    if (shape_name != NULL && shape == NULL) {
+    if (shape_name != NULL && shape == NULL)
         return source_unknown(self, "adapter shape", shape_name,
                               &adapter_shapes[0].name, sizeof adapter_shapes[0],
                               n_adapter_shapes);
-    }
-    if (shape_name != NULL && options->model != NULL) {
+    if (shape_name != NULL && options->model != NULL)
         return failure_usage(self->name,
                              "--model and --adapter-shape exclude each other");
-    }
     const char *name = shape != NULL ? shape->model : options->model;
     const model *m = model_find(name);
-    if (m != NULL && m->kv_rank > 0) {
+    if (m != NULL && m->kv_rank > 0)
         return failure_usage(self->name, "'%s' is there as a whole model: give --full",
                              name);
-    }
-    if (m == NULL) {
+    if (m == NULL)
         return source_unknown(self, "model", name, &models[0].name, sizeof models[0],
                               n_models);
-    }
     uint32_t r = options->r != 0 ? (uint32_t)options->r : shape != NULL ? shape->r : 16;
     bool fused = options->fused || (shape != NULL && shape->fused);
     fanin_dtype dtype = element_type(options);
-    if (dtype == 0) {
+    if (dtype == 0)
         return failure_usage(self->name, "--dtype '%s' is no element type",
                              options->dtype);
-    }
     if (model_expand(m, r, fused, dtype, &out->tensors, &error) != FANIN_OK) {
         int code = failure_report("cannot make the adapter", &error);
         return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
@@ -141,21 +136,18 @@ static int open_whole_model(const command *self, const source_options *options,
 {
     fanin_error error = FANIN_ERROR_INIT;
     if (options->model == NULL || options->shape != NULL || options->fused ||
-        options->r != 0) {
+        options->r != 0)
         return failure_usage(self->name,
                              "a whole model (--full) is --model MODEL, without "
                              "--adapter-shape, --r and --fused");
-    }
     const model *known = model_find(options->model);
-    if (known == NULL) {
+    if (known == NULL)
         return source_unknown(self, "whole model", options->model, &models[0].name,
                               sizeof models[0], n_models);
-    }
     fanin_dtype dtype = element_type(options);
-    if (dtype == 0) {
+    if (dtype == 0)
         return failure_usage(self->name, "--dtype '%s' is no element type",
                              options->dtype);
-    }
     const model m =
         model_scale(known, (uint32_t)options->layers, (uint32_t)options->shrink);
     if (whole_model_expand(&m, dtype, &out->tensors, &error) != FANIN_OK) {
@@ -184,20 +176,18 @@ static int refuse_directory(const char *path, fanin_status status, const char *p
 static int read_config(const char *path, const char *pair, source *out)
 {
     FILE *file = fopen(path, "re");
-    if (file == NULL) {
+    if (file == NULL)
         return refuse_directory(path,
                                 errno == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
                                 strerror(errno));
-    }
     out->config = malloc(MAX_CONFIG + 1);
     size_t size = out->config != NULL ? fread(out->config, 1, MAX_CONFIG + 1, file) : 0;
     bool bad = ferror(file) != 0;
     fclose(file);
     if (bad || size == 0 || size > MAX_CONFIG ||
-        memchr(out->config, '\0', size) != NULL) {
+        memchr(out->config, '\0', size) != NULL)
         return refuse_directory(path, FANIN_ERR_IO,
                                 "cannot be read, is empty, or too large");
-    }
     out->config[size] = '\0';
     add_pair(out, pair, out->config);
     return 0;
@@ -239,10 +229,9 @@ static int map_tensors(const char *directory, source *out)
         const fanin_safetensors_entry *entry = &place->entry;
         size_t size = out->map_sizes[place->file];
         tensor_spec *t = &out->tensors.tensors[i];
-        if (entry->bytes > size || entry->offset > size - entry->bytes) {
+        if (entry->bytes > size || entry->offset > size - entry->bytes)
             return refuse_directory(directory, FANIN_ERR_IO,
                                     "it changed while it was read");
-        }
         *t = (tensor_spec){.name = entry->name,
                            .dtype = entry->dtype,
                            .n_dims = entry->n_dims,
@@ -264,12 +253,11 @@ static int open_directory(const command *self, const source_options *options,
     out->full = options->full != 0;
     if (options->model != NULL || options->shape != NULL || options->fused ||
         options->r != 0 || options->dtype != NULL || options->layers != 0 ||
-        options->shrink != 0) {
+        options->shrink != 0)
         return failure_usage(self->name,
                              "--adapter and --model-dir exclude --model, "
                              "--adapter-shape, --r, --fused, --dtype, --layers and "
                              "--shrink");
-    }
     snprintf(path, sizeof path, "%s/%s", directory,
              out->full ? "config.json" : "adapter_config.json");
     int code = 0;
@@ -286,24 +274,21 @@ int source_open(const command *self, const source_options *options,
 {
     source_options o = *options;
     *out = (source){0};
-    if (o.adapter != NULL && (o.full || o.directory != NULL)) {
+    if (o.adapter != NULL && (o.full || o.directory != NULL))
         return failure_usage(self->name, "--adapter is no whole model (--model-dir, "
                                          "--full, --run full:R)");
-    }
     o.full = o.full || o.directory != NULL;
     if (o.adapter != NULL || o.directory != NULL)
         return open_directory(self, &o, out);
     if (o.full)
         return open_whole_model(self, &o, out);
-    if (o.layers != 0 || o.shrink != 0) {
+    if (o.layers != 0 || o.shrink != 0)
         return failure_usage(self->name, "--layers and --shrink are for whole models "
                                          "(--full)");
-    }
-    if (o.model == NULL && o.shape == NULL && fallback == NULL) {
+    if (o.model == NULL && o.shape == NULL && fallback == NULL)
         return failure_usage(
             self->name,
             "say what to serve: --model, --adapter-shape, --adapter or --model-dir");
-    }
     return source_open_model(self, &o, fallback, out);
 }
 

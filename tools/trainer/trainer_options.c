@@ -114,14 +114,12 @@ static int trainer_options_check_world(const command *self, const trainer_option
 {
     if (out->world_size > MAX_WORLD)
         return failure_usage(self->name, "--world-size is 1 to %d", MAX_WORLD);
-    if ((uint64_t)out->base_port + out->world_size > 65536) {
+    if ((uint64_t)out->base_port + out->world_size > 65536)
         return failure_usage(self->name,
                              "--base-port and the ranks above it end at 65535");
-    }
-    if (out->world_size % out->replicate != 0) {
+    if (out->world_size % out->replicate != 0)
         return failure_usage(self->name, "--replicate %d does not divide the %u ranks",
                              o->replicate, out->world_size);
-    }
     if (o->allow != NULL && !o->open)
         return failure_usage(self->name, "--allow needs --open");
     if (o->open && (o->bind == NULL || o->allow == NULL))
@@ -156,19 +154,17 @@ static int resolve_world(const command *self, const trainer_options *o,
     if (code != 0)
         return code;
     if (o->world_id != NULL) {
-        if (!target_world_id(o->world_id, out->world_id)) {
+        if (!target_world_id(o->world_id, out->world_id))
             return failure_usage(
                 self->name,
                 "--world-id '%s' is not 32 hexadecimal digits, not all "
                 "zero",
                 o->world_id);
-        }
         return 0;
     }
-    if (!random_bytes(out->world_id, sizeof out->world_id)) {
+    if (!random_bytes(out->world_id, sizeof out->world_id))
         return failure_local("cannot start ranks", FANIN_ERR_IO, "give --world-id",
                              "no random bits for the world id");
-    }
     return 0;
 }
 
@@ -186,10 +182,9 @@ static int resolve_publishing(const command *self, trainer_options *o,
         return failure_usage(self->name, "--cast is bf16 or f16, not '%s'", o->cast);
     if (o->device == NULL)
         return 0;
-    if (!device_list_parse(o->device, o->devices, &p->n_devices)) {
+    if (!device_list_parse(o->device, o->devices, &p->n_devices))
         return failure_usage(
             self->name, "--device '%s' is no list such as 0,1 or host,0", o->device);
-    }
     if (p->n_devices > out->world_size)
         return failure_usage(self->name, "--device names more devices than ranks");
     p->devices = o->devices;
@@ -225,19 +220,17 @@ int trainer_runs_resolve(const command *self, trainer_options *o,
     char name[OPTIONS_PUBLICATION];
     const char *adapter = NULL;
     for (size_t i = 0; i < out->n_runs; i++) {
-        if (!options_publication(out->runs[i], name)) {
+        if (!options_publication(out->runs[i], name))
             return failure_usage(self->name, "run '%s' is not " OPTIONS_RUNS,
                                  out->runs[i]);
-        }
         if (options_is_model(name))
             o->source.full = 1;
         else if (options_is_publication(out->runs[i]))
             adapter = out->runs[i];
         for (size_t j = 0; j < i; j++) {
-            if (strcmp(bare(out->runs[i]), bare(out->runs[j])) == 0) {
+            if (strcmp(bare(out->runs[i]), bare(out->runs[j])) == 0)
                 return failure_usage(self->name, "run '%s' is given twice",
                                      out->runs[i]);
-            }
         }
     }
     if (adapter != NULL && (o->source.full || o->source.directory != NULL))

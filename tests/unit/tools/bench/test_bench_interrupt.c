@@ -15,9 +15,8 @@ ssize_t process_vm_readv(pid_t pid, const struct iovec *local, unsigned long n_l
                          const struct iovec *remote, unsigned long n_remote,
                          unsigned long flags)
 {
-    if (atomic_fetch_add(&reads, 1) == 0) {
+    if (atomic_fetch_add(&reads, 1) == 0)
         assert_int_equal(kill(getpid(), SIGINT), 0);
-    }
     return syscall(SYS_process_vm_readv, pid, local, n_local, remote, n_remote, flags);
 }
 

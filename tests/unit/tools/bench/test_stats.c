@@ -6,9 +6,8 @@
 TEST(a_percentile_is_a_sample)
 {
     uint64_t values[100];
-    for (uint32_t i = 0; i < 100; i++) {
+    for (uint32_t i = 0; i < 100; i++)
         values[i] = 100 - i;
-    }
     stats_figure f = stats_figure_of(values, 100);
     assert_int_equal(f.median, 50); /* between 50 and 51 */
     assert_int_equal(f.p90, 90);

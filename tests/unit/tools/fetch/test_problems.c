@@ -100,9 +100,8 @@ TEST(where_all_send_or_nobody_does_one_look_is_enough)
     look_on(&r);
     look_on(&r);
     assert_string_equal(slow(&r), "");
-    for (int i = 0; i < RANKS; i++) {
+    for (int i = 0; i < RANKS; i++)
         r.ranks[i].stats.sends_waiting = 0;
-    }
     assert_false(problems_need_rates(&r.look));
     look_rates_free(&r.rates);
 }

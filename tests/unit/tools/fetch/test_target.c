@@ -18,10 +18,9 @@ static const char *joined(const char *text, uint32_t world_size, fanin_status *s
         assert_null(t.addresses);
         assert_true(error.message[0] != '\0');
     }
-    for (uint32_t i = 0; i < t.count; i++) {
+    for (uint32_t i = 0; i < t.count; i++)
         snprintf(out + strlen(out), sizeof out - strlen(out), "%s%s", i > 0 ? " " : "",
                  t.addresses[i]);
-    }
     target_free(&t);
     return out;
 }
@@ -56,9 +55,8 @@ TEST(malformed_words)
     static const char *const words[] = {
         "",     "h",    "h:",   ":1",       "h:0",      "h:65536", "h:1x",    "h:-1",
         "h: 1", "h:1,", ",h:1", "h:1,,g:2", "::1:6000", "[]:6000", "h:999999"};
-    for (size_t i = 0; i < sizeof(words) / sizeof words[0]; i++) {
+    for (size_t i = 0; i < sizeof(words) / sizeof words[0]; i++)
         refuse(words[i], 0);
-    }
     refuse("h:65535", 2);
     refuse("h:1,g:2", 3);
     refuse("h:1", 100000);
@@ -92,12 +90,10 @@ static unsigned long reads_made(void)
     unsigned long calls = 0;
     char line[128];
     FILE *file = fopen("/proc/self/io", "r");
-    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+    while (file != NULL && fgets(line, sizeof line, file) != NULL)
         (void)sscanf(line, "syscr: %lu", &calls);
-    }
-    if (file != NULL) {
+    if (file != NULL)
         fclose(file);
-    }
     return calls;
 }
 
@@ -284,9 +280,8 @@ TEST(wrong_info_files)
         BASE "\"world_id\":\"0a\"}",
         BASE "\"world_id\":16}",
     };
-    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++)
         refuse(file_with(texts[i]), 0);
-    }
     refuse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":2}"), 3);
 }
 
@@ -313,9 +308,8 @@ TEST(durations)
         assert_true(options_duration(good[i].text, &ms));
         assert_int_equal(ms, good[i].ms);
     }
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
         assert_false(options_duration(bad[i], &ms));
-    }
 }
 
 TEST(typos)

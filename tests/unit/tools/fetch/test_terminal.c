@@ -95,15 +95,12 @@ TEST(progress_fits_every_terminal)
         for (int columns = 1; columns <= 300; columns++) {
             progress_line("lora:run-42", &states[i % 4], columns, i < 4, line,
                           sizeof(line));
-            if (width(line) >= (size_t)columns && width(line) > 0) {
+            if (width(line) >= (size_t)columns && width(line) > 0)
                 fail_msg("%d columns: '%s'", columns, line);
-            }
-            if (columns > 6 && strchr(line, '%') == NULL) {
+            if (columns > 6 && strchr(line, '%') == NULL)
                 fail_msg("%d columns: '%s' says no share", columns, line);
-            }
-            if (columns >= 24 && strstr(line, "lora:run-42 ") != line) {
+            if (columns >= 24 && strstr(line, "lora:run-42 ") != line)
                 fail_msg("%d columns: '%s' has no name", columns, line);
-            }
         }
     }
     progress_line("lora:0", &states[2], 120, false, line, sizeof(line));

@@ -107,9 +107,8 @@ TEST(test_bytes)
     for (unsigned step = 1; step <= 2; step++) {
         assert_int_equal(device_shards_images(w.device, &images, &w.error), FANIN_OK);
         assert_null(images[2]);
-        for (size_t i = 0; i < COUNT; i++) {
+        for (size_t i = 0; i < COUNT; i++)
             pattern_fill(images[i], step * i, 0, sizes[i]);
-        }
         assert_int_equal(device_shards_send(w.device, &w.error), FANIN_OK);
     }
     for (size_t i = 0; i < COUNT; i++) {

@@ -35,9 +35,8 @@ TEST(shapes_have_known_sizes)
 static const tensor_spec *find(const tensor_list *list, const char *name)
 {
     for (size_t i = 0; i < list->count; i++) {
-        if (strcmp(list->tensors[i].name, name) == 0) {
+        if (strcmp(list->tensors[i].name, name) == 0)
             return &list->tensors[i];
-        }
     }
     fail_msg("no tensor %s", name);
     return NULL;
@@ -156,10 +155,9 @@ TEST(models_have_known_sizes)
             const tensor_spec *t = &list.tensors[j];
             parameters += t->bytes * 8 / fanin_dtype_bits(t->dtype);
         }
-        if (list.count != cases[i].tensors || parameters != cases[i].parameters) {
+        if (list.count != cases[i].tensors || parameters != cases[i].parameters)
             fail_msg("%s: %zu tensors, %llu parameters", cases[i].name, list.count,
                      (unsigned long long)parameters);
-        }
         tensor_list_free(&list);
     }
     assert_null(model_find("qwen"));

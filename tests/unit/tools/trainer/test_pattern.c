@@ -12,9 +12,8 @@ TEST(bytes_are_those_of_the_second_implementation)
     uint8_t bytes[40];
     char text[81];
     pattern_fill(bytes, pattern_start(pattern_seed("lora:0:a"), 1), 0, sizeof bytes);
-    for (size_t i = 0; i < sizeof bytes; i++) {
+    for (size_t i = 0; i < sizeof bytes; i++)
         snprintf(text + 2 * i, 3, "%02x", bytes[i]);
-    }
     assert_string_equal(text, expected);
 }
 
