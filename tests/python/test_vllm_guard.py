@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -53,7 +53,7 @@ class Transfer:
     def __init__(self, name: str) -> None:
         self.main, self.draft = Updates(name), Updates(f"{name}, draft")
         self.fails, self.world, self.of_draft, self.drafts = "", "a" * 32, False, False
-        self.incarnation = "c" * 32
+        self.incarnation, self.rank = "c" * 32, "3"
 
     @property
     def updates(self) -> Updates:
@@ -109,7 +109,7 @@ class Worker:
                     transfer.updates.writing(step)
                 if transfer.fails:
                     raise PeerError.make(f"{transfer.fails} the first byte", "mend it", rank=3)
-                transfer.updates.came_from(transfer.world, {"3": transfer.incarnation})
+                transfer.updates.came_from(transfer.world, {transfer.rank: transfer.incarnation})
         except BaseException:
             self._weight_update_active = False
             transfer.reset_weight_update_target()
@@ -338,7 +338,7 @@ def test_workers_of_two_launches_are_not_resumed() -> None:
     assert "before the first byte" in said and core.fanin_not_whole()
     update(core, 7)
     core.resume_scheduler()
-    assert core.resumed == 1 and core.fanin_step() == (7, "b" * 32)
+    assert core.resumed == 1 and core.fanin_step() == (7, "b" * 32, {"3": "c" * 32})
 
 
 def test_workers_of_two_lives_of_a_rank_are_not_resumed() -> None:
@@ -611,10 +611,10 @@ def test_replicas_that_share_experts_pause_first() -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ([False, 3, -3], ""),
-        ([True, 3, -3], "another replica"),
-        ([False, 4, -4], "different steps"),
-        ([False, 2, -2], "different steps"),
+        ([False, 3, -3, 0], ""),
+        ([True, 3, -3, 0], "another replica"),
+        ([False, 4, -4, 0], "different steps"),
+        ([False, 2, -2, 0], "different steps"),
     ],
 )
 def test_replicas_that_share_experts_agree(
@@ -628,6 +628,8 @@ def test_replicas_that_share_experts_agree(
 
     def highest(group: str, mine: list[int]) -> list[int]:
         assert group == "group"
+        if len(mine) > len(other):  # lives of ranks, which it has not met
+            return mine
         return [max(pair) for pair in zip(mine, other, strict=True)]
 
     monkeypatch.setattr(guard, "_highest", highest)
@@ -646,15 +648,49 @@ def test_replicas_that_share_experts_agree_on_the_launch(
     update(one, 7)
     launched_again(other)
     update(other, step)
-    brought: list[list[int]] = []
+    assert all("different launches" in said for said in together(monkeypatch, one, other))
+
+
+@pytest.mark.parametrize("rank", ["3", "4"])
+def test_replicas_that_share_experts_agree_on_the_lives_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    """A rank that was started again in a launch may have other bytes under a step's number."""
+    one, other = (engine(dp_group="group", paused=True) for _ in range(2))
+    for worker in other.workers:
+        worker.weight_transfer_engine.incarnation = "d" * 32
+        worker.weight_transfer_engine.rank = rank
+    update(one, 7)
+    update(other, 7)
+    said = together(monkeypatch, one, other)
+    if rank == "3":
+        assert all("rank 3 of the trainer was started again" in text for text in said)
+    else:  # each has read a rank that the other one has not
+        assert said == ["", ""] and one.resumed == other.resumed == 1
+
+
+def together(monkeypatch: pytest.MonkeyPatch, *cores: Any) -> list[str]:
+    """What these replicas say when all of them are resumed; "": nothing."""
+    barrier = threading.Barrier(len(cores), timeout=60)
+    brought: dict[int, list[int]] = {}
 
     def highest(group: str, mine: list[int]) -> list[int]:
-        brought.append(mine)
-        return [max(numbers) for numbers in zip(*brought, strict=True)]
+        brought[threading.get_ident()] = mine
+        barrier.wait()
+        found = [max(numbers) for numbers in zip(*brought.values(), strict=True)]
+        barrier.wait()
+        return found
+
+    def resume(core: Any) -> str:
+        try:
+            core.resume_scheduler()
+        except StateError as error:
+            return str(error)
+        return ""
 
     monkeypatch.setattr(guard, "_highest", highest)
-    one.resume_scheduler()
-    assert "different launches" in refused(other)
+    with ThreadPoolExecutor(len(cores)) as pool:
+        return list(pool.map(resume, cores))
 
 
 # ------------------------------------------------------------------- where requests come in
@@ -670,10 +706,10 @@ class Dead(Exception):
     """As vLLM's own, which names nobody."""
 
 
-THREE = (3, "a" * 32)
+THREE = (3, "a" * 32, {"0": "c" * 32})
 
 
-def server(*said: str, held: tuple[tuple[int | None, str], ...] = (THREE, THREE)) -> Any:
+def server(*said: str, held: tuple[Any, ...] = (THREE, THREE)) -> Any:
     class Server:
         def __init__(self) -> None:
             self.vllm_config, self.engine_core = FANIN, self
@@ -711,11 +747,12 @@ def test_no_replica_is_resumed_if_one_is_dirty() -> None:
     ("held", "says"),
     [
         # One has failed before its first byte was written: both are whole.
-        (((4, ""), (None, "")), "different steps: step 4, the weights that it was started"),
+        (((4, "", {}), (None, "", {})), "different steps: step 4, the weights that it was started"),
         (
-            (THREE, (3, "b" * 32)),
+            (THREE, (3, "b" * 32, {})),
             f"step 3 of launch {'a' * 32}, step 3 of launch {'b' * 32}",
         ),
+        ((THREE, (*THREE[:2], {"0": "d" * 32})), "rank 0 of the trainer was started again"),
     ],
 )
 def test_replicas_of_different_steps_are_not_resumed(held: Any, says: str) -> None:

@@ -174,6 +174,8 @@ class Gate:
         #: That all workers have, None: the weights that they were started with; and its launch.
         self.step: int | None = None
         self.world = ""
+        #: Incarnations of the launch's ranks then, of all that any worker met.
+        self.lives: dict[str, str] = {}
         #: Whether the update that is under way leaves what was computed with the old weights.
         self._keep_caches = False
 
@@ -210,8 +212,9 @@ class Gate:
                 ) from error
             raise
         held = [one["weights"] for one in answers]
-        first = next((models[0] for models in held if models), None)
-        self.step, self.world = (None, "") if first is None else (first["step"], first["world"])
+        mains = [models[0] for models in held if models]
+        self.step, self.world = (mains[0]["step"], mains[0]["world"]) if mains else (None, "")
+        self.lives = {rank: life for one in mains for rank, life in one["incarnations"].items()}
         lacking = _NO_STEP if self._required and self.step is None else ""
         self._learn(not_whole(held) or lacking)
         if failed:
@@ -258,7 +261,8 @@ class Gate:
         if group is not None:
             # A launch is a random number of 128 bits: no two sums are equal by accident.
             held = (-1 if self.step is None else self.step + int(self.world or "0", 16)) % _MODULUS
-            dirty, last, first = highest(group, [bool(self.reason), held, -held])
+            ranks = max((int(rank) + 1 for rank in self.lives), default=0)
+            dirty, last, first, ranks = highest(group, [bool(self.reason), held, -held, ranks])
             if dirty and not self.reason:
                 raise StateError.make("the weights of another replica are not whole", REMEDY)
             if not dirty and last != -first:
@@ -267,8 +271,26 @@ class Gate:
                     " different launches of the trainer",
                     REMEDY,
                 )
+            if not dirty and ranks:
+                self._require_same_lives(lambda lives: highest(group, lives), ranks)
         if self.reason:
             raise self.refusal()
+
+    def _require_same_lives(self, highest: Callable[[list[int]], list[int]], ranks: int) -> None:
+        """Raises StateError if another replica has read a rank of the trainer in another life."""
+        mine: list[int] = []
+        for rank in range(ranks):
+            life = self.lives.get(str(rank))
+            number = -_MODULUS if life is None else int(life, 16) % _MODULUS
+            mine += (number, number if life is None else -number)
+        found = highest(mine)
+        for rank, last, first in zip(range(ranks), found[::2], found[1::2], strict=True):
+            if last not in (-first, -_MODULUS):
+                raise StateError.make(
+                    f"rank {rank} of the trainer was started again between the pulls of replicas"
+                    " that share experts",
+                    REMEDY,
+                )
 
     def turn_away(self, request: Any) -> bool:
         """Whether a new request is refused; it has its answer then.
@@ -448,5 +470,6 @@ def fanin_not_whole(self: Any) -> str:
     return str(gate.refusal()) if gate.reason else ""
 
 
-def fanin_step(self: Any) -> tuple[int | None, str]:
-    return _gate(self).step, _gate(self).world
+def fanin_step(self: Any) -> tuple[int | None, str, dict[str, str]]:
+    gate = _gate(self)
+    return gate.step, gate.world, gate.lives

@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from http import HTTPStatus
 from typing import Any
 
+from fanin.engine.clients import restarted_between
 from fanin.engine.updates import DEFAULT_TIMEOUT, check_timeout
 from fanin.errors import HostError, PullTimeoutError, RequestError, StateError
 from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ended, ours, requires_step, watched
@@ -237,10 +238,15 @@ async def _against_resuming(engine: Any) -> str:
     said = [str(text) for text in await _of_all(engine, "fanin_not_whole") if text]
     if said:
         return said[0]
-    held = [called(step, world) for step, world in await _of_all(engine, "fanin_step")]
-    if len(set(held)) < 2:
+    told = await _of_all(engine, "fanin_step")
+    held = [called(step, world) for step, world, _ in told]
+    again = next((rank for *_, one in told if (rank := restarted_between(told[0][2], one))), "")
+    if len(set(held)) > 1:
+        text = f"the replicas have the weights of different steps: {', '.join(held)}"
+    elif again:
+        text = f"rank {again} of the trainer was started again between the replicas' pulls"
+    else:
         return ""
-    text = f"the replicas have the weights of different steps: {', '.join(held)}"
     return str(StateError.make(text, REMEDY))
 
 
