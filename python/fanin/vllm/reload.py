@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fanin.errors import PeerError, RequestError, StateError, first_of
 from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
@@ -705,45 +703,11 @@ def _kept(module: Any, method: Any) -> Iterator[None]:
 # ------------------------------------------------------------------ the whole model
 
 
-# They write all of their first argument, and do not read it.
-_OVERWRITE = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
-# What Python's numbers become.
-_FROM_PYTHON = "aten::lift_fresh"
-
-
-class Watch(TorchDispatchMode):
-    """Whether a piece of code, run again, can come to another result: which tensors it looks at.
-
-    It watches code that runs within it, which may write to tensors that were there before.
-
-    The flag :attr:`depends` says that the code has read such a tensor, or has made memory that it
-    may have filled unseen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depends = False
-        # Kept: the number of one that is gone would be another's.
-        self._made: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        read = tree_leaves((args[1:] if name in _OVERWRITE else args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        if name != _FROM_PYTHON:
-            tensors = [one for one in read if isinstance(one, torch.Tensor)]
-            self.depends |= "empty" in name or any(id(t) not in self._made for t in tensors)
-        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        if name not in _OVERWRITE:
-            self._made.update((id(tensor), tensor) for tensor in made)
-        return result
-
-
 class Afterwards:
     """What comes after the last module of an update: what attention makes of its weights (MLA's
     absorbed projections), ties, and the rounding of widened biases. The engine stands still for it.
-    So the first time looks through all modules of a model, and later times skip those that changed
-    nothing.
+    So the first time looks through all modules of a model, and later times skip attention that
+    would write what is there.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -753,48 +717,35 @@ class Afterwards:
         self._attention = [m for m in model.modules() if is_deferred_attention_layer(m)]
         self._ties = _sharing(model)
         self._widened = widened(model)
-        self._judged = False
 
     def run(self) -> None:
-        if self._judged:
-            for module in self._attention:
-                with _in_place(module):
-                    module.process_weights_after_loading(self._dtype)
-        else:
-            self._attention = [m for m in self._attention if self._does_something(m)]
-            self._judged = True
+        for module in self._attention:
+            with _in_place(module):
+                module.process_weights_after_loading(self._dtype)
+        self._attention = [m for m in self._attention if not _writes_the_same(m)]
         for module in self._ties:
             module.quant_method.process_weights_after_loading(module)
         _round(self._widened)
 
-    def _does_something(self, module: Any) -> bool:
-        """Processes the module; whether that could do something else the next time: it has looked
-        at a tensor, or has changed what hangs on the module. Tensors that it overwrites have then
-        what it would write again."""
-        before = _state(module)
-        watch = Watch()
-        with _in_place(module), watch:
-            module.process_weights_after_loading(self._dtype)
-        return watch.depends or _state(module) != before
+
+def _writes_the_same(module: Any) -> bool:
+    """Whether processing a module of attention is vLLM's own for plain attention, which writes
+    scales of one, and its backend's nothing."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    name = "process_weights_after_loading"
+    both = ((module, Attention), (getattr(module, "impl", None), AttentionImplBase))
+    return all(
+        getattr(getattr(one, name, None), "__func__", None) is getattr(kind, name)
+        for one, kind in both
+    )
 
 
 def _owners(module: Any) -> list[Any]:
     """A module of attention, its method and its implementation."""
     owners = (module, getattr(module, "quant_method", None), getattr(module, "impl", None))
     return [owner for owner in owners if hasattr(owner, "__dict__")]
-
-
-def _held(module: Any) -> list[Any]:
-    """The tensors of a module of attention, also those that only hang on it."""
-    own = [*module._parameters.values(), *module._buffers.values()]
-    hanging = [value for owner in _owners(module) for value in owner.__dict__.values()]
-    return [tensor for tensor in own + hanging if isinstance(tensor, torch.Tensor)]
-
-
-def _state(module: Any) -> list[tuple[str, Any]]:
-    """What hangs on a module of attention, for comparison by ``==``; tensors by their place."""
-    places = [("", (id(tensor), *_place(tensor))) for tensor in _held(module)]
-    return places + [found for owner in _owners(module) for found in _attributes(owner)]
 
 
 def of_all_workers(mine: Any, vllm_config: Any) -> list[Any]:
