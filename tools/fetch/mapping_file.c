@@ -5,12 +5,9 @@
 #include "fetch/output.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #define FORMAT "fanin-mapping/1"
 /* Beyond it sums of products could overflow. */
@@ -273,21 +270,14 @@ static bool mapping_read_all(reading *r, mapping_file *m)
 
 static json_t *mapping_load(const char *path, fanin_error *error)
 {
-    struct stat st;
-    json_error_t why = {.text = ""};
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (descriptor < 0 || fstat(descriptor, &st) != 0 || !S_ISREG(st.st_mode)) {
-        int reason = errno;
-        bool there = descriptor >= 0;
-        if (there)
-            close(descriptor);
-        failure_set(error,
-                    !there && reason == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
-                    "give the file of a mapping", "%.300s: %s", path,
-                    there ? "is no regular file" : strerror(reason));
+    json_error_t why;
+    int reason;
+    json_t *root = json_file_read(path, JSON_FILE_ANY, &why, &reason);
+    if (reason != 0) {
+        failure_set(error, reason == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
+                    "give the file of a mapping", "%.300s: %s", path, why.text);
         return NULL;
     }
-    json_t *root = json_file_read(descriptor, &why);
     if (!json_is_object(root)) {
         json_decref(root);
         failure_set(error, FANIN_ERR_ARGUMENT, "give the file of a mapping",

@@ -6,6 +6,7 @@
 #include "text.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdbool.h>
@@ -13,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -294,8 +296,25 @@ void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
 
 /* ------------------------------------------------------------- files of JSON */
 
-json_t *json_file_read(int descriptor, json_error_t *why)
+json_t *json_file_read(const char *path, off_t most, json_error_t *why, int *reason_out)
 {
+    struct stat st = {.st_mode = 0};
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    *why = (json_error_t){.text = ""};
+    *reason_out = descriptor < 0 || fstat(descriptor, &st) != 0 ? errno
+                  : !S_ISREG(st.st_mode) || st.st_size > most   ? -1
+                                                                : 0;
+    if (*reason_out != 0) {
+        if (*reason_out < 0 && S_ISREG(st.st_mode))
+            snprintf(why->text, sizeof why->text, "is larger than %lld MiB",
+                     (long long)most >> 20);
+        else
+            snprintf(why->text, sizeof why->text, "%s",
+                     *reason_out > 0 ? strerror(*reason_out) : "is no regular file");
+        if (descriptor >= 0)
+            close(descriptor);
+        return NULL;
+    }
     /* Of a descriptor jansson would read each byte by a call of its own. */
     FILE *stream = output_require(fdopen(descriptor, "r"));
     json_t *root = json_loadf(stream, JSON_REJECT_DUPLICATES, why);

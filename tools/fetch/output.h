@@ -76,9 +76,13 @@ void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
 
 /* ------------------------------------------------------------- files of JSON */
 
-/** What the file says, NULL: it is no JSON, or has a key twice in one object, which @p why tells.
-    Closes @p descriptor. */
-json_t *json_file_read(int descriptor, json_error_t *why);
+/** What the file says. NULL: it is no JSON, or has a key twice in one object, which @p why tells;
+    or *@p reason_out is not 0: it cannot be read (an errno), or it is larger than @p most or no
+    regular file (-1), as a pipe could be waited at for ever. Those @p why tells, too. */
+json_t *json_file_read(const char *path, off_t most, json_error_t *why,
+                       int *reason_out);
+/** Of files that may have any size. */
+#define JSON_FILE_ANY INT64_MAX
 
 /** Writes @p text; control characters, marks that turn the direction of writing and bytes that
     are not UTF-8 become \xHH. */

@@ -7,7 +7,6 @@
 #include "digest.h"
 #include "socket.h"
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>
@@ -312,37 +311,20 @@ static fanin_status parse_object(const json_t *root, const char *path,
                          : parse_base(root, path, size, out, error);
 }
 
-static fanin_status target_unreadable(fanin_error *error, const char *path, int reason)
+/* Of a file that cannot be read, or is none. */
+static fanin_status target_unreadable(fanin_error *error, const char *path, int reason,
+                                      const char *why)
 {
+    if (reason < 0)
+        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target %s %s", path,
+                           why);
     fanin_status status =
         reason == ENOENT || reason == ENOTDIR ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO;
     failure_set(error, status,
                 "check the path of nixl_info.json; the trainer writes it", "%s: %s",
-                path, strerror(reason));
+                path, why);
     error->sys_errno = reason;
     return status;
-}
-
-/* A regular file; a pipe could be waited at for ever. */
-static fanin_status open_regular(const char *path, int *descriptor_out,
-                                 fanin_error *error)
-{
-    struct stat st;
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
-        int reason = errno;
-        if (descriptor >= 0)
-            close(descriptor);
-        return target_unreadable(error, path, reason);
-    }
-    if (!S_ISREG(st.st_mode) || st.st_size > MAX_FILE) {
-        close(descriptor);
-        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target %s %s", path,
-                           S_ISREG(st.st_mode) ? "is larger than 32 MiB"
-                                               : "is no regular file");
-    }
-    *descriptor_out = descriptor;
-    return FANIN_OK;
 }
 
 static fanin_status target_parse_file(const char *text, uint32_t world_size,
@@ -350,19 +332,18 @@ static fanin_status target_parse_file(const char *text, uint32_t world_size,
 {
     json_error_t why;
     struct stat st;
-    int descriptor = -1;
+    int reason;
     bool directory = stat(text, &st) == 0 && S_ISDIR(st.st_mode);
     if (asprintf(&out->file, "%s%s", text, directory ? "/nixl_info.json" : "") < 0) {
         out->file = NULL;
         return failure_memory(error, "the addresses");
     }
-    fanin_status status = open_regular(out->file, &descriptor, error);
-    if (status != FANIN_OK)
-        return status;
-    json_t *root = json_file_read(descriptor, &why);
+    json_t *root = json_file_read(out->file, MAX_FILE, &why, &reason);
+    if (reason != 0)
+        return target_unreadable(error, out->file, reason, why.text);
     if (root == NULL)
         return bad_file(error, out->file, why.text);
-    status = parse_object(root, out->file, world_size, out, error);
+    fanin_status status = parse_object(root, out->file, world_size, out, error);
     json_decref(root);
     return status;
 }

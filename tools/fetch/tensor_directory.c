@@ -22,26 +22,17 @@ json_t *tensor_directory_json(const char *directory, const char *name,
                               fanin_error *error)
 {
     char path[PATH_SIZE];
-    struct stat st;
-    json_error_t why = {.text = ""};
-    json_t *root = NULL;
-    fanin_status status = FANIN_ERR_MISMATCH;
+    json_error_t why;
+    int reason;
     snprintf(path, sizeof path, "%s/%s", directory, name);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
-        status = errno == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO;
-        snprintf(why.text, sizeof why.text, "%s", strerror(errno));
-    } else if (!S_ISREG(st.st_mode)) {
-        snprintf(why.text, sizeof why.text, "is no regular file");
-    } else {
-        root = json_file_read(descriptor, &why);
-        descriptor = -1;
-    }
-    if (descriptor >= 0)
-        close(descriptor);
+    json_t *root = json_file_read(path, JSON_FILE_ANY, &why, &reason);
     if (root == NULL)
-        failure_set(error, status, "give a directory that 'nixl-fetch pull' made",
-                    "%s: %s", path, why.text);
+        failure_set(error,
+                    reason == ENOENT ? FANIN_ERR_NOT_FOUND
+                    : reason > 0     ? FANIN_ERR_IO
+                                     : FANIN_ERR_MISMATCH,
+                    "give a directory that 'nixl-fetch pull' made", "%s: %s", path,
+                    why.text);
     return root;
 }
 
