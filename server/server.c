@@ -19,7 +19,6 @@
 #include "stream/stream.h"
 #include "text.h"
 #include "thread.h"
-#include "trace.h"
 #include "versioned.h"
 
 #include <inttypes.h>

@@ -4,7 +4,6 @@
    failure completes nothing. */
 #include "fetch/output.h"
 #include "trainer/models.h"
-#include "fetch/progress.h"
 #include "fetch/session.h"
 #include "clock.h"
 

@@ -9,7 +9,6 @@
 #include "publish/patches.h"
 #include "publish/publication.h"
 #include "shards/arena.h"
-#include "shards/registration.h"
 #include "stream/stream.h"
 
 #include <stdio.h>

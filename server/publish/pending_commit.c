@@ -6,7 +6,6 @@
 #include "wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
-#include "publish/filling.h"
 #include "publish/lease.h"
 #include "publish/patches.h"
 #include "publish/publication.h"

@@ -4,7 +4,6 @@
 #include "catalog.h"
 #include "error_set.h"
 #include "gpu_finder.h"
-#include "messages.h"
 #include "shards/region.h"
 
 #include <inttypes.h>

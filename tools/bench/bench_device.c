@@ -2,7 +2,6 @@
 /* What copy engines, links and pages of this machine do with the bytes of a pull. */
 #include "bench/bench.h"
 #include "fetch/pattern.h"
-#include "fetch/progress.h"
 #include "trainer/device_shards.h"
 #include "clock.h"
 

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bench/bench.h"
 #include "fetch/output.h"
-#include "fetch/progress.h"
 #include "clock.h"
 
 #include <arpa/inet.h>

@@ -5,7 +5,6 @@
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
-#include "fetch/progress.h"
 #include "fetch/report.h"
 #include "fetch/session.h"
 #include "clock.h"

@@ -4,7 +4,6 @@
 #include "fetch/failure.h"
 #include "fetch/look.h"
 #include "fetch/output.h"
-#include "fetch/progress.h"
 #include "fetch/missing.h"
 #include "clock.h"
 

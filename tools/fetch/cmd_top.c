@@ -6,7 +6,6 @@
 #include "fetch/interrupt.h"
 #include "fetch/look.h"
 #include "fetch/output.h"
-#include "fetch/progress.h"
 #include "fetch/python.h"
 #include "fetch/session.h"
 #include "clock.h"

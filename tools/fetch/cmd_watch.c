@@ -2,7 +2,6 @@
 #include "fetch/command.h"
 #include "fetch/interrupt.h"
 #include "fetch/output.h"
-#include "fetch/progress.h"
 #include "fetch/missing.h"
 #include "fetch/session.h"
 #include "clock.h"

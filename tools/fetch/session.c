@@ -4,7 +4,6 @@
 #include "fetch/interrupt.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
-#include "fetch/progress.h"
 #include "clock.h"
 
 #include <fanin/trace.h>

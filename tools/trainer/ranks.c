@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/ranks.h"
 #include "fetch/failure.h"
-#include "fetch/progress.h"
 #include "trainer/serve_rank.h"
 #include "clock.h"
 

@@ -3,7 +3,6 @@
    lives through updates until the world ends. */
 #include "fetch/failure.h"
 #include "fetch/pattern.h"
-#include "fetch/progress.h"
 #include "trainer/device_shards.h"
 #include "trainer/serve_rank.h"
 #include "trainer/trainer_options.h"
