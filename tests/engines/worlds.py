@@ -58,12 +58,24 @@ def child_environment(**more: str) -> dict[str, str]:
 class Child:
     """One process; its events come through a thread, so that no wait is without an end."""
 
-    def __init__(self, name: str, script: str, options: Any, folder: pathlib.Path, **more: str):
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        options: Any,
+        folder: pathlib.Path,
+        inside: collections.abc.Sequence[str] = (),
+        **more: str,
+    ):
+        """inside: a command that runs it, as that which enters a network namespace.
+
+        more: variables of its environment.
+        """
         self.name = name
         self.log = folder / f"{name}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(HERE / script), json.dumps(options)],
+                [*inside, sys.executable, "-W", "ignore", HERE / script, json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -98,6 +110,11 @@ class Child:
             raise AssertionError(f"{self.name}: ended ({code}) before {what!r}\n{self.tail()}")
         assert event["event"] == what, f"{self.name}: {event}, not {what!r}\n{self.tail()}"
         return event
+
+    def do(self, what: str, timeout: float = PATIENCE, **fields: Any) -> dict[str, Any]:
+        """Tells it, and waits until it is done."""
+        self.tell(what, **fields)
+        return self.expect("done", timeout)
 
     def wait(self, timeout: float = PATIENCE) -> int:
         """The exit status; negative: the signal that killed it."""

@@ -19,18 +19,19 @@ import hashlib
 import json
 import logging
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import fanin
-import talk
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
-from limits import limits
-from strangers import ATTACKS, RUN, attack
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "engines")]
+from limits import limits  # noqa: E402
+from strangers import ATTACKS, RUN, attack  # noqa: E402
+from worlds import Child, Control  # noqa: E402
 
 STEP_BYTES = 4 << 20
 COUNTERS = (
@@ -69,11 +70,30 @@ class Lines(logging.Handler):
         self.count += 1
 
 
+class Rank:
+    """Trains for so many seconds whenever it is told to."""
+
+    def __init__(self, options: argparse.Namespace, server: fanin.Server) -> None:
+        self.seconds, self.server, self.step = options.seconds, server, 1
+        self.lines, self.shard = Lines(), tensor()
+        logging.basicConfig(level=logging.INFO, handlers=[self.lines])
+        server.put(RUN, [self.shard])
+        server.commit(RUN, self.step)
+
+    def train(self) -> dict[str, Any]:
+        memory = bytes(STEP_BYTES)
+        began, cpu, first = time.perf_counter(), cpu_of_threads(), self.step
+        while (passed := time.perf_counter() - began) < self.seconds:
+            hashlib.sha256(memory).digest()
+            self.step += 1
+            self.server.begin_update(RUN)
+            self.server.commit(RUN, self.step)
+        told = {"steps": (self.step - first) / passed, "cpu": (cpu_of_threads() - cpu) / passed}
+        return told | {"lines": self.lines.count, "stats": dict(self.server.stats())}
+
+
 def rank(options: argparse.Namespace) -> None:
-    """Trains for so many seconds after each line that comes, until stdin closes."""
-    lines = Lines()
-    logging.basicConfig(level=logging.INFO, handlers=[lines])
-    memory, shard, step = bytes(STEP_BYTES), tensor(), 1
+    control = Control()
     shares = {"peer_cpu": options.peer_cpu, "stranger_share_ms": options.stranger_share}
     with (
         limits(**{name: round(1000 * share) for name, share in shares.items()}),
@@ -85,66 +105,56 @@ def rank(options: argparse.Namespace) -> None:
             stranger_cpu=options.stranger_cpu,
         ) as server,
     ):
-        server.put(RUN, [shard])
-        server.commit(RUN, step)
-        print(server.port, flush=True)
-        for _ in sys.stdin:
-            began, cpu, first = time.perf_counter(), cpu_of_threads(), step
-            while (passed := time.perf_counter() - began) < options.seconds:
-                hashlib.sha256(memory).digest()
-                step += 1
-                server.begin_update(RUN)
-                server.commit(RUN, step)
-            told = {"steps": (step - first) / passed, "cpu": (cpu_of_threads() - cpu) / passed}
-            told["lines"] = lines.count
-            print(json.dumps(told | {"stats": dict(server.stats())}), flush=True)
+        made = Rank(options, server)
+        control.say("here", port=server.port)
+        control.obey(made)
 
 
 # ---------------------------------------------------------------------------- measuring
 
 
-def start(options: argparse.Namespace, *words: str) -> subprocess.Popen[str]:
-    common = ["--seconds", str(options.seconds), "--peer-cpu", str(options.peer_cpu)]
-    common += ["--stranger-share", str(options.stranger_share)]
-    if options.stranger_cpu is not None:
-        common += ["--stranger-cpu", str(options.stranger_cpu)]
-    return talk.start(__file__, *common, *words)
-
-
-def stretch(trainer: subprocess.Popen[str], client: fanin.Client, seconds: float) -> Any:
+def stretch(trainer: Child, client: fanin.Client, seconds: float) -> Any:
     """What the trainer tells of so many seconds, and the own user's pulls meanwhile."""
     shard = tensor()
-    talk.say(trainer)
+    trainer.tell("train")
     slowest, pulls, until = 0.0, 0, time.perf_counter() + seconds * 0.9
     while (began := time.perf_counter()) < until:
         client.pull_into(RUN, [shard], timeout=30.0)
         slowest = max(slowest, time.perf_counter() - began)
         pulls += 1
         time.sleep(0.05)
-    return talk.told(trainer) | {"slowest": slowest, "pulls": pulls / seconds}
+    return trainer.expect("done") | {"slowest": slowest, "pulls": pulls / seconds}
 
 
-def observe(options: argparse.Namespace, name: str, calm: bool = True) -> dict[bool, list[Any]]:
-    """What stretches without (if calm) and with the attack tell."""
-    trainer = start(options, "--be", "rank")
+def rounds_of(options: argparse.Namespace, name: str, calm: bool, folder: Path) -> Any:
+    def child(be: str, **more: Any) -> Child:
+        return Child(be, str(Path(__file__).resolve()), vars(options) | {"be": be, **more}, folder)
+
+    trainer = child("rank")
     rounds: dict[bool, list[Any]] = {False: [], True: []}
     try:
-        port = talk.told(trainer)
+        port = trainer.expect("here")["port"]
         with fanin.Client([f"127.0.0.1:{port}"], path="stream", use_ucx=False) as client:
             for _ in range(options.rounds):
                 if calm:
                     rounds[False].append(stretch(trainer, client, options.seconds))
-                attacker = start(options, "--be", name, "--port", str(port))
+                attacker = child(name, port=port)
                 try:
                     rounds[True].append(stretch(trainer, client, options.seconds))
-                    assert attacker.poll() is None, f"{name} has ended: its message is above"
+                    ended = attacker.process.poll() is not None
+                    assert not ended, f"{name} has ended:\n{attacker.tail()}"
                 finally:
-                    attacker.kill()
-                    attacker.communicate()
+                    attacker.close()
     finally:
-        trainer.kill()
-        trainer.communicate()
+        trainer.close()
     return rounds
+
+
+def observe(options: argparse.Namespace, name: str, calm: bool = True) -> dict[bool, list[Any]]:
+    """What stretches without (if calm) and with the attack tell."""
+    with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
+        found: dict[bool, list[Any]] = rounds_of(options, name, calm, Path(folder))
+    return found
 
 
 def measure(options: argparse.Namespace, name: str) -> None:
@@ -166,6 +176,10 @@ def measure(options: argparse.Namespace, name: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        role = argparse.Namespace(**json.loads(sys.argv[1]))
+        rank(role) if role.be == "rank" else attack(role.be, role.port)
+        return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[2])
     parser.add_argument("--attacks", default=",".join(ATTACKS))
     parser.add_argument("--rounds", type=int, default=5)
@@ -173,16 +187,9 @@ def main() -> None:
     parser.add_argument("--peer-cpu", type=float, default=0.05)
     parser.add_argument("--stranger-cpu", type=float)
     parser.add_argument("--stranger-share", type=float, default=2.0)
-    parser.add_argument("--be", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.be == "rank":
-        rank(options)
-    elif options.be:
-        attack(options.be, options.port)
-    else:
-        for name in options.attacks.split(","):
-            measure(options, name)
+    for name in options.attacks.split(","):
+        measure(options, name)
 
 
 if __name__ == "__main__":

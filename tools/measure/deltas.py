@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,9 @@ from typing import Any
 
 RUN, TENSORS, PORT, KEPT, PATIENCE = "full:0", 16, 6300, 4, 600
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests" / "engines")]
 
+from worlds import Child, Control  # noqa: E402
 
 # ------------------------------------------------------------------------------ the children
 
@@ -110,57 +113,23 @@ class Worker:
 
 
 def main() -> None:
-    kind, options = (
-        {"rank": Rank, "worker": Worker}[sys.argv[1]],
-        json.loads(sys.argv[2]),
-    )
-    made = kind(options)
-    print(json.dumps({}), flush=True)
-    for line in sys.stdin:
-        words = json.loads(line)
-        print(json.dumps(getattr(made, words.pop("do"))(**words)), flush=True)
+    kind, options = json.loads(sys.argv[1])
+    control, made = Control(), {"rank": Rank, "worker": Worker}[kind](options)
+    control.say("here")
+    control.obey(made)
 
 
 # ------------------------------------------------------------------------------- the measure
 
 
-class Child:
-    """One of them, which ends with the stack."""
-
-    def __init__(
-        self,
-        stack: ExitStack,
-        inside: list[str],
-        library: Path,
-        options: dict[str, Any],
-    ) -> None:
-        paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        environment.setdefault("FANIN_LIBRARY", str(library))
-        self.process = subprocess.Popen(
-            [*inside, json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        stack.callback(self.process.wait, 10)
-        stack.callback(self.process.terminate)
-        self.hear()
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit("network: a child has ended")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def do(self, what: str, **fields: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
-        self.process.stdin.flush()
-        return self.hear()
+def child(stack: ExitStack, inside: list[str], library: str, kind: str, options: Any) -> Child:
+    """A rank or a worker, which ends with the stack."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltas-")))
+    own, variables = str(Path(__file__).resolve()), {"FANIN_LIBRARY": library}
+    one = Child(kind, own, [kind, options], folder, inside, **variables)
+    stack.callback(one.close)
+    one.expect("here", PATIENCE)
+    return one
 
 
 def row(rank: Child, worker: Child, share: float, rounds: int) -> dict[str, Any]:
@@ -253,7 +222,8 @@ def directory_row(rank: Child, pull: list[str], place: Path, arguments: Any, sha
 def measure(link: Any, arguments: Any, served: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each rate, without TLS and with it, and share of changed elements."""
     found = []
-    library = Path(arguments.nixl_fetch).parents[1] / "libfanin.so.0"
+    built = Path(arguments.nixl_fetch).parents[1] / "libfanin.so.0"
+    library = os.environ.get("FANIN_LIBRARY", str(built))
     ways = {"TCP": None} | ({"TLS": arguments.secret_file} if arguments.secret_file else {})
     for gbits in arguments.rates:
         link.shape(gbits)
@@ -264,8 +234,7 @@ def measure(link: Any, arguments: Any, served: dict[str, Any]) -> list[dict[str,
             with ExitStack() as stack:
                 common = {"mib": arguments.mib, "server": server, "client": shown}
                 options = common | {"address": address}
-                program = [sys.executable, str(Path(__file__).resolve())]
-                rank = Child(stack, link.inside(0, *program, "rank"), library, options)
+                rank = child(stack, link.inside(0), library, "rank", options)
                 if arguments.directory:
                     pull = [arguments.nixl_fetch, "pull", address, RUN]
                     pull += ["--secret-file", secret] if secret else []
@@ -277,7 +246,7 @@ def measure(link: Any, arguments: Any, served: dict[str, Any]) -> list[dict[str,
                         found.append({"gbits": gbits, "way": way, "mib": arguments.mib, **told})
                         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
                     continue
-                worker = Child(stack, link.inside(1, *program, "worker"), library, options)
+                worker = child(stack, link.inside(1), library, "worker", options)
                 for share in arguments.shares:
                     one = row(rank, worker, share / 100, arguments.rounds)
                     found.append({"gbits": gbits, "way": way, "mib": arguments.mib, **one})

@@ -276,9 +276,7 @@ class Member:
 
     def run(self) -> None:
         self.control.say("here")
-        while (told := self.control.hear(SLOWEST))["event"] != "end":
-            result = getattr(self, told.pop("event"))(**told)
-            self.control.say("done", **(result or {}))
+        self.control.obey(self, "end")
 
 
 class Agent:

@@ -17,32 +17,23 @@ import argparse
 import json
 import math
 import os
-import queue
 import statistics
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fanin
 import numpy as np
-import talk
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "engines"))
+
+from worlds import Child, Control
 
 RUN = "lora:0"
-
-
-def lines() -> queue.Queue[str | None]:
-    """What the parent says, as it comes; None: it has ended."""
-    said: queue.Queue[str | None] = queue.Queue()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            said.put(line)
-        said.put(None)
-
-    threading.Thread(target=listen, daemon=True).start()
-    return said
+FOREVER = 3600.0  # seconds
 
 
 def zeros(options: argparse.Namespace) -> list[Any]:
@@ -147,62 +138,51 @@ class Trainer:
             self.counts = {name: self.counts[name] + more for name, more in passed.items()}
 
 
-def trainer(options: argparse.Namespace) -> None:
-    """Of the parent's lines every other one begins a phase; it is told at the end of one."""
-    said = lines()
+def trainer(options: argparse.Namespace, control: Control) -> None:
+    """Of what the parent says every other begins a phase; it is told at the end of one."""
     with fanin.Server(
         world_id=bytes(range(16)), rank=0, world_size=1, lease=1.0, use_ucx=False
     ) as server:
         own = Trainer(options, server)
         own.one_step()  # which finds out how much is done in one
-        print(server.port, flush=True)
+        control.say("here", port=server.port)
         while True:
             own.one_step()
-            if said.empty() or (own.counts and not own.counts["steps"]):
+            if (own.counts and not own.counts["steps"]) or control.heard() is None:
                 continue
-            if said.get() is None:
-                return
             if own.counts:
-                print(json.dumps(own.told()), flush=True)
+                control.say("done", **own.told())
                 own.counts = {}
             else:
                 own.begin()
 
 
-def reader(options: argparse.Namespace) -> None:
-    """Pulls from so many seconds after a line until the next, --pause apart; tells how often."""
-    said = lines()
+def reader(options: argparse.Namespace, control: Control) -> None:
+    """Pulls from so many seconds after a word until the next, --pause apart; tells how often."""
     options.device = options.dest
     packed = fanin.pack(fanin.shard_of(f"t{i}", one) for i, one in enumerate(zeros(options)))
     with fanin.Client([f"127.0.0.1:{options.port}"], path=options.path, use_ucx=False) as client:
         client.pull_into(RUN, packed)
-        print("ready", flush=True)
-        while (line := said.get()) is not None:
-            pulls, wait = 0, float(line)
-            while True:
-                try:
-                    said.get(timeout=wait)
-                    break
-                except queue.Empty:
-                    client.pull_into(RUN, packed)
-                    pulls, wait = pulls + 1, options.pause
-            print(pulls, flush=True)
+        control.say("here")
+        while True:
+            pulls, wait = 0, control.hear(FOREVER)["wait"]
+            while control.heard(wait) is None:
+                client.pull_into(RUN, packed)
+                pulls, wait = pulls + 1, options.pause
+            control.say("done", pulls=pulls)
 
 
 # ---------------------------------------------------------------------------- measuring
 
 
-def phase(rank: Any, readers: list[Any], options: argparse.Namespace) -> dict[str, float]:
+def phase(rank: Child, readers: list[Child], options: argparse.Namespace) -> dict[str, float]:
     """What the rank counts, and the number of pulls."""
     for i, one in enumerate(readers):
-        talk.say(one, str(options.pause * i / len(readers)))
-    talk.say(rank)
+        one.tell("phase", wait=options.pause * i / len(readers))
+    rank.tell("phase")
     time.sleep(options.phase)
-    talk.say(rank)
-    counted: dict[str, float] = talk.told(rank)
-    for one in readers:
-        talk.say(one)
-    return {**counted, "pulls": sum(talk.told(one) for one in readers)}
+    counted = rank.do("phase")
+    return {**counted, "pulls": sum(one.do("phase")["pulls"] for one in readers)}
 
 
 def mean(losses: list[float]) -> tuple[float, float]:
@@ -237,30 +217,42 @@ def row(triples: list[Triple]) -> dict[str, float]:
     }
 
 
-def measure(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    words = [word for word in sys.argv[1:] if word != "--json"]
-    rank = talk.start(__file__, *words, "--be", "trainer")
-    port = str(talk.told(rank))
-    readers = [
-        talk.start(__file__, *words, "--be", "reader", "--port", port)
-        for _ in range(max(options.readers))
-    ]
-    for one in readers:
-        talk.told(one)
-    phase(rank, [], options)  # to warm up
-    idle = phase(rank, [], options)
-    found: dict[int, list[Triple]] = {count: [] for count in options.readers}
-    for _ in range(options.pairs):
-        for count, triples in found.items():
-            before, pulled = idle, phase(rank, readers[:count], options)
-            idle = phase(rank, [], options)
-            triples.append((before, pulled, idle))
-    for one in (*readers, rank):
-        one.communicate()
+def measure(options: argparse.Namespace, folder: Path) -> dict[int, dict[str, float]]:
+    children: list[Child] = []
+    threads = str(len(os.sched_getaffinity(0)))  # the work is the host's, not one core's
+
+    def start(**role: Any) -> Child:
+        name = f"{role['be']}{len(children)}"
+        children.append(
+            Child(name, __file__, vars(options) | role, folder, OMP_NUM_THREADS=threads)
+        )
+        return children[-1]
+
+    try:
+        rank = start(be="trainer")
+        port = rank.expect("here")["port"]
+        readers = [start(be="reader", port=port) for _ in range(max(options.readers))]
+        for one in readers:
+            one.expect("here")
+        phase(rank, [], options)  # to warm up
+        idle = phase(rank, [], options)
+        found: dict[int, list[Triple]] = {count: [] for count in options.readers}
+        for _ in range(options.pairs):
+            for count, triples in found.items():
+                before, pulled = idle, phase(rank, readers[:count], options)
+                idle = phase(rank, [], options)
+                triples.append((before, pulled, idle))
+    finally:
+        for one in children:
+            one.close()
     return {count: row(triples) for count, triples in found.items()}
 
 
 def main() -> None:
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        role = argparse.Namespace(**json.loads(sys.argv[1]))
+        (trainer if role.be == "trainer" else reader)(role, Control())
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -279,13 +271,9 @@ def main() -> None:
         "--readers", type=lambda text: [int(one) for one in text.split(",")], default=[0, 1, 8]
     )
     parser.add_argument("--json", action="store_true")
-    for hidden in ("--be", "--port"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.be:
-        (trainer if options.be == "trainer" else reader)(options)
-        return
-    found = measure(options)
+    with tempfile.TemporaryDirectory(prefix="trainer-loss-") as folder:
+        found = measure(options, Path(folder))
     if options.json:
         print(json.dumps({"readers": found, "command": sys.argv}))
         return
