@@ -10,17 +10,6 @@
 #include <stdarg.h>
 #include <ucp/api/ucp.h>
 
-/* Shared memory that UCX left behind in processes that were killed. */
-
-/**
- * Removes from @p directory ("/dev/shm") the files that have the name of UCX's segments
- * ("ucx_shm_posix_<hex>"), belong to this process's user alone (mode 0600, one link), and
- * that no process of this machine, of whatever namespace, has open or mapped. UCX takes the name
- * away as soon as it has filled a segment, so only a process that was killed just then leaves one.
- * Thread: any. What cannot be removed is left.
- */
-void ucx_leftovers_remove(const char *directory, const logger *log);
-
 /* UCX's header for these is not usable in ISO C. The same from 1.16 to 1.22. */
 enum { UCX_LOG_FATAL = 0, UCX_LOG_WARN = 2 };
 enum { UCX_LOG_STOP = 0, UCX_LOG_CONTINUE = 1 };
