@@ -230,16 +230,6 @@ bool device_sink_ready(const device_sink *sink)
     return sink->ready;
 }
 
-size_t device_sink_devices(const device_sink *sink)
-{
-    return sink->n_devices;
-}
-
-int device_sink_device_at(const device_sink *sink, size_t index)
-{
-    return sink->devices[index].device;
-}
-
 gpu *device_sink_gpu(const device_sink *sink)
 {
     return sink->g;

@@ -44,9 +44,6 @@ bool device_sink_attach(device_sink *sink, loop *l, device_memory **pool);
 /** Whether the work that everything has to come after is done: others than the sink (an RDMA
     adapter) may write the destinations. The loop turns when it gets there. */
 bool device_sink_ready(const device_sink *sink);
-/** What a device reads from or an adapter writes to: the @p index th that has destinations. */
-size_t device_sink_devices(const device_sink *sink);
-int device_sink_device_at(const device_sink *sink, size_t index);
 gpu *device_sink_gpu(const device_sink *sink);
 /** Ends everything with @p error; the first one counts. */
 void device_sink_fail(device_sink *sink, const fanin_error *error);

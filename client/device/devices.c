@@ -5,14 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define AREAS_AT_ONCE 8 /* of one allocation */
-
-typedef struct device_staging {
-    uint8_t *memory;
-    ucx_local *local;
-    fanin_error refused; /* status FANIN_OK: it was not refused */
-} device_staging;
-
 /* The lanes of a device. */
 typedef struct gather_side {
     uint64_t device_chunk, host_chunk; /* bytes of one; 0: none */
@@ -40,10 +32,9 @@ typedef struct room {
 struct device_memory {
     gpu *g;
     pool_chunk chunks[POOL_CHUNKS];
-    copy_entry *areas[POOL_AREAS / AREAS_AT_ONCE];
+    void *areas;  /* pinned, POOL_AREAS; NULL: not made yet */
     void *pinned; /* the client's staging */
     bool abandoned;
-    device_staging *staging[GPU_MAX_DEVICES];
     gather gather;
     room patches, tables[GPU_MAX_DEVICES];
 };
@@ -113,10 +104,8 @@ void device_memory_destroy(device_memory **memory)
         gpu_free(m->g, i, m->tables[i].memory);
     for (size_t i = 0; i < POOL_CHUNKS && !m->abandoned; i++)
         free_pinned(m, m->chunks[i].bytes);
-    for (size_t i = 0; i < POOL_AREAS / AREAS_AT_ONCE && !m->abandoned; i++)
-        free_pinned(m, m->areas[i]);
-    for (size_t i = 0; i < GPU_MAX_DEVICES; i++)
-        free(m->staging[i]);
+    if (!m->abandoned)
+        free_pinned(m, m->areas);
     free(m);
 }
 
@@ -149,17 +138,13 @@ fanin_status device_memory_take(device_memory *m, pool_chunk **out, fanin_error 
 fanin_status device_memory_area(device_memory *m, unsigned area, copy_entry **out,
                                 fanin_error *error)
 {
-    copy_entry **several = &m->areas[area / AREAS_AT_ONCE];
-    if (!*several) {
-        void *memory;
-        fanin_status status = gpu_host_alloc(
-            m->g, sizeof(copy_entry) * AREAS_AT_ONCE * AREA_ENTRIES, &memory, error);
-        if (status != FANIN_OK)
-            return status;
-        *several = memory;
-    }
-    *out = *several + (size_t)(area % AREAS_AT_ONCE) * AREA_ENTRIES;
-    return FANIN_OK;
+    fanin_status status = FANIN_OK;
+    if (!m->areas)
+        status = gpu_host_alloc(m->g, sizeof **out * POOL_AREAS * AREA_ENTRIES,
+                                &m->areas, error);
+    if (status == FANIN_OK)
+        *out = (copy_entry *)m->areas + (size_t)area * AREA_ENTRIES;
+    return status;
 }
 
 fanin_status device_memory_pin(device_memory *m, void *staging, size_t length,
@@ -173,61 +158,6 @@ fanin_status device_memory_pin(device_memory *m, void *staging, size_t length,
     return status;
 }
 
-static fanin_status make_device_staging(device_memory *m, ucx_client *client,
-                                        int device, size_t length, device_staging *s,
-                                        fanin_error *error)
-{
-    void *memory;
-    fanin_status status = gpu_alloc(m->g, device, length, &memory, error);
-    if (status != FANIN_OK)
-        return status;
-    status = gpu_context_enter(m->g, device, error);
-    if (status == FANIN_OK) {
-        fanin_memory cuda = {FANIN_MEMORY_CUDA, device};
-        status = ucx_local_create(client, memory, length, cuda, &s->local, error);
-        gpu_context_leave(m->g);
-    }
-    if (status == FANIN_OK)
-        s->memory = memory;
-    else
-        gpu_free(m->g, device, memory);
-    return status;
-}
-
-fanin_status device_memory_staging(device_memory *m, ucx_client *client, int device,
-                                   size_t slot_bytes, uint8_t **memory_out,
-                                   ucx_local **local_out, fanin_error *error)
-{
-    device_staging *s = m->staging[device];
-    if (!s) {
-        s = calloc(1, sizeof *s);
-        if (!s)
-            return error_set_memory(error);
-        s->refused = (fanin_error)FANIN_ERROR_INIT;
-        m->staging[device] = s;
-        (void)make_device_staging(m, client, device, DEVICE_SLOTS * slot_bytes, s,
-                                  &s->refused);
-    }
-    if (!s->memory)
-        return error_copy(error, &s->refused);
-    *memory_out = s->memory;
-    *local_out = s->local;
-    return FANIN_OK;
-}
-
-void device_memory_unregister(device_memory *m)
-{
-    for (int i = 0; m && i < GPU_MAX_DEVICES; i++) {
-        device_staging *s = m->staging[i];
-        if (!s || !s->local)
-            continue;
-        bool entered = gpu_context_enter(m->g, i, NULL) == FANIN_OK;
-        ucx_local_destroy(&s->local);
-        if (entered)
-            gpu_context_leave(m->g);
-    }
-}
-
 bool device_memory_close(device_memory *m, bool drained)
 {
     if (!m)
@@ -236,12 +166,6 @@ bool device_memory_close(device_memory *m, bool drained)
     if (m->pinned && drained)
         gpu_unpin(m->g, m->pinned);
     m->pinned = NULL;
-    for (int i = 0; i < GPU_MAX_DEVICES; i++) {
-        if (m->staging[i] && m->staging[i]->memory && drained)
-            gpu_free(m->g, i, m->staging[i]->memory);
-        free(m->staging[i]);
-        m->staging[i] = NULL;
-    }
     return drained;
 }
 

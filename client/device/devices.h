@@ -2,10 +2,10 @@
 /**
  * @file
  * What a client keeps of CUDA between pulls, since making it takes longer than a small pull. For
- * landing on devices (device_sink.h): pinned chunks, pinned room for copy entries, staging on
- * devices. For reads by cuda_ipc: two streams a device, and for host destinations a few chunks of
- * device memory on each device that gathers, with pinned host memory behind them where the copy
- * engine cannot write the destination itself. All made when first needed, all bounded. One thread.
+ * landing on devices (device_sink.h): pinned chunks, pinned room for copy entries. For reads by
+ * cuda_ipc: two streams a device, and for host destinations a few chunks of device memory on each
+ * device that gathers, with pinned host memory behind them where the copy engine cannot write the
+ * destination itself. All made when first needed, all bounded. One thread.
  */
 #ifndef DEVICES_H
 #define DEVICES_H
@@ -14,7 +14,6 @@
 #include "digest.h"
 #include "gpu.h"
 #include "net/client_state.h"
-#include "ucx.h"
 
 /** How long is waited for a device to end what it was given, before that is left to it for good. A
     copy of 4 MiB takes a millisecond, on a shared and busy device some more. */
@@ -33,11 +32,10 @@ void device_memory_destroy(device_memory **memory);
 #define POOL_CHUNKS 16 /**< for all ranks together */
 #define CHUNK_BYTES ((size_t)4 << 20)
 #define CHUNK_ENTRIES 5461 /**< 256 KiB of them behind the bytes */
-#define DEVICE_SLOTS 16    /**< of a device's staging */
 
 /** Room for the entries of copies of which the bytes lie elsewhere. */
 #define AREA_ENTRIES 1365 /**< 64 KiB */
-#define POOL_AREAS (8 + GPU_MAX_DEVICES * DEVICE_SLOTS)
+#define POOL_AREAS 8
 
 typedef struct pool_chunk {
     uint8_t *bytes; /**< CHUNK_BYTES, pinned; NULL: not made yet */
@@ -54,17 +52,8 @@ fanin_status device_memory_area(device_memory *m, unsigned area, copy_entry **ou
 /** Pins the client's staging of host memory, once; it stays so until device_memory_close(). */
 fanin_status device_memory_pin(device_memory *m, void *staging, size_t length,
                                fanin_error *error);
-/**
- * Staging of DEVICE_SLOTS slots of @p slot_bytes on @p device, registered with @p client for
- * gets, once. FANIN_ERR_UNSUPPORTED and others: there is none, now and later; use host memory.
- */
-fanin_status device_memory_staging(device_memory *m, ucx_client *client, int device,
-                                   size_t slot_bytes, uint8_t **memory_out,
-                                   ucx_local **local_out, fanin_error *error);
-/** Before the ucx_client goes: its registrations go. NULL is fine. */
-void device_memory_unregister(device_memory *m);
-/** After that: unpins the staging and frees the devices'. @p drained false: nothing is freed,
-    since gets may still land there. False: nothing was freed. NULL is fine. */
+/** Unpins it. @p drained false: it stays pinned, since gets may still land there. False: so it
+    does. NULL is fine. */
 bool device_memory_close(device_memory *m, bool drained);
 /** A device did not finish a landing: whatever it may be reading is never freed. */
 void device_memory_abandon(device_memory *m);

@@ -37,17 +37,16 @@ typedef struct get {
     uint64_t scatter_ns;
     one_sided_work *work;
     const span *span;
-    uint8_t *slot;          /* of the staged ones */
-    const ucx_local *local; /* that the slot is in */
-    int device;             /* that the get writes to, -1: host memory */
+    uint8_t *slot; /* of the staged ones */
+    int device;    /* that the get writes to, -1: host memory */
     bool busy, direct;
     bool to_host, to_devices; /* where its pieces go */
     unsigned parts;           /* still being copied out of the slot */
 } get;
 
-/* Gets that can be under way: slots of host memory, direct ones, slots of each device. */
-#define FIRST_DIRECT ((size_t)STAGING_SLOTS)
-#define FIRST_DEVICE ((size_t)STAGING_SLOTS + MAX_DIRECT)
+/* Gets that can be under way: those with slots, then direct ones. */
+#define GETS ((size_t)STAGING_SLOTS + MAX_DIRECT)
+_Static_assert(STAGING_SLOTS <= POOL_AREAS, "each slot has an area");
 
 struct one_sided {
     const path_reading *r;
@@ -58,8 +57,7 @@ struct one_sided {
         *locals; /* of each range of the destination, NULL: it is not registered */
     size_t n_locals;
     int context; /* a device whose memory UCX writes to, -1: none */
-    get *gets;
-    size_t n_gets;
+    get gets[GETS];
     size_t outstanding; /* gets that have not called back */
     size_t scattering;  /* slots that have been handed to the pool */
     worker_pool *pool;
@@ -284,37 +282,9 @@ static void one_sided_register(one_sided *o)
     }
 }
 
-/* Slots on each device that has destinations, if UCX can write there. */
-static void make_device_slots(one_sided *o)
-{
-    size_t n = o->r->sink ? device_sink_devices(o->r->sink) : 0;
-    for (size_t i = 0; i < n; i++) {
-        get *gets = &o->gets[FIRST_DEVICE + i * DEVICE_SLOTS];
-        int device = device_sink_device_at(o->r->sink, i);
-        uint8_t *memory;
-        ucx_local *local;
-        fanin_error why = FANIN_ERROR_INIT;
-        if (device_memory_staging(o->r->client->devices->memory, o->end->client, device,
-                                  SPAN_MAX, &memory, &local, &why) != FANIN_OK) {
-            log_write(&o->r->client->log, FANIN_LOG_INFO, "destination",
-                      "nothing is read straight into device %d, but through host "
-                      "memory: %s",
-                      device, why.message);
-            continue;
-        }
-        o->context = device;
-        for (size_t j = 0; j < DEVICE_SLOTS; j++) {
-            gets[j].slot = memory + j * SPAN_MAX;
-            gets[j].local = local;
-            gets[j].device = device;
-        }
-    }
-}
-
 /* Room for entries of each staged get; the host's slots must be readable by devices. */
 static fanin_status make_copies(one_sided *o, fanin_error *error)
 {
-    unsigned area = 0;
     fanin_client *client = o->r->client;
     if (!o->r->sink)
         return FANIN_OK;
@@ -324,33 +294,21 @@ static fanin_status make_copies(one_sided *o, fanin_error *error)
     }
     fanin_status status = device_memory_pin(client->devices->memory, o->end->staging,
                                             STAGING_BYTES, error);
-    if (status != FANIN_OK)
-        return status;
-    make_device_slots(o);
-    for (size_t i = 0; i < o->n_gets; i++) {
-        if (o->gets[i].slot)
-            sink_job_init(&o->gets[i].copy, o->r->sink, area++, o);
-    }
-    return FANIN_OK;
+    for (unsigned i = 0; i < STAGING_SLOTS && status == FANIN_OK; i++)
+        sink_job_init(&o->gets[i].copy, o->r->sink, i, o);
+    return status;
 }
 
 /* o->gets with their slots. What fails may be left half made. */
 static fanin_status one_sided_make_gets(one_sided *o, fanin_error *error)
 {
-    size_t on_devices = o->r->sink ? device_sink_devices(o->r->sink) : 0;
-    o->n_gets = FIRST_DEVICE + on_devices * DEVICE_SLOTS;
-    o->gets = calloc(o->n_gets, sizeof *o->gets);
-    if (!o->gets)
-        return error_set_memory(error);
-    for (size_t i = 0; i < o->n_gets; i++) {
+    for (size_t i = 0; i < GETS; i++) {
         o->gets[i].reader = o;
         o->gets[i].device = -1;
         o->gets[i].job.run = get_scatter;
     }
-    for (size_t i = 0; i < STAGING_SLOTS; i++) {
+    for (size_t i = 0; i < STAGING_SLOTS; i++)
         o->gets[i].slot = o->end->staging + i * SPAN_MAX;
-        o->gets[i].local = o->end->staging_local;
-    }
     return make_copies(o, error);
 }
 
@@ -458,11 +416,10 @@ static bool finish(void *reading)
         gpu_context_leave(device_sink_gpu(sink));
     if (!drained || !copied)
         return false; /* what is under way may still land: reader and destination stay */
-    for (size_t i = 0; o->gets && i < o->n_gets; i++) {
+    for (size_t i = 0; i < STAGING_SLOTS; i++) {
         if (o->gets[i].copy.sink)
             sink_job_give(&o->gets[i].copy);
     }
-    free(o->gets);
     free(o->locals);
     free(o);
     return true;
@@ -512,42 +469,19 @@ static get *free_get(one_sided *o, size_t first, size_t count)
     return NULL;
 }
 
-/* Where the span's pieces go; the index of the device that all are on, or -1. */
-static int sort_span(const one_sided *o, const one_sided_work *w, const span *s,
-                     bool *to_host, bool *to_devices)
-{
-    int only = -1;
-    bool several = false;
-    *to_host = !o->r->sink;
-    *to_devices = false;
-    for (uint64_t i = s->first; o->r->sink && i < s->first + s->count; i++) {
-        int device =
-            device_sink_device(o->r->sink, o->r->base + w->spans->pieces[i].to);
-        several = several || (*to_devices && device >= 0 && device != only);
-        *to_host = *to_host || device < 0;
-        *to_devices = *to_devices || device >= 0;
-        only = device >= 0 ? device : only;
-    }
-    if (!*to_devices || *to_host || several)
-        return -1;
-    for (size_t i = 0; i < device_sink_devices(o->r->sink); i++) {
-        if (device_sink_device_at(o->r->sink, i) == only)
-            return (int)i;
-    }
-    return -1;
-}
-
-/* A free slot that fits: on the device that all of the span goes to, else in host memory. */
+/* A free slot, which knows where the span's pieces go. */
 static get *free_slot(one_sided *o, const one_sided_work *w, const span *s)
 {
-    bool to_host, to_devices;
-    int index = sort_span(o, w, s, &to_host, &to_devices);
-    size_t first = FIRST_DEVICE + (index < 0 ? 0 : (size_t)index * DEVICE_SLOTS);
-    get *g = index >= 0 && o->gets[first].slot ? free_get(o, first, DEVICE_SLOTS)
-                                               : free_get(o, 0, STAGING_SLOTS);
-    if (g) {
-        g->to_host = to_host;
-        g->to_devices = to_devices;
+    get *g = free_get(o, 0, STAGING_SLOTS);
+    if (!g)
+        return NULL;
+    g->to_host = !o->r->sink;
+    g->to_devices = false;
+    for (uint64_t i = s->first; o->r->sink && i < s->first + s->count; i++) {
+        const uint8_t *to = o->r->base + w->spans->pieces[i].to;
+        bool on_device = device_sink_device(o->r->sink, to) >= 0;
+        g->to_host = g->to_host || !on_device;
+        g->to_devices = g->to_devices || on_device;
     }
     return g;
 }
@@ -565,7 +499,7 @@ static bool post(one_sided *o, one_sided_work *w)
     }
     if (local && device >= 0 && !device_sink_ready(o->r->sink))
         return false; /* the destination is still in use */
-    get *g = local ? free_get(o, FIRST_DIRECT, MAX_DIRECT) : free_slot(o, w, s);
+    get *g = local ? free_get(o, STAGING_SLOTS, MAX_DIRECT) : free_slot(o, w, s);
     if (!g)
         return false;
     g->direct = local != NULL;
@@ -575,7 +509,7 @@ static bool post(one_sided *o, one_sided_work *w)
         g->to_devices = device >= 0;
     } else {
         to = g->slot;
-        local = g->local;
+        local = o->end->staging_local;
     }
     g->work = w;
     g->span = s;

@@ -64,7 +64,6 @@ bool ucx_end_close(fanin_client *client)
     free(end->peers);
     end->peers = NULL;
     ucx_local_destroy(&end->staging_local);
-    device_memory_unregister(memory);
     bool drained = ucx_client_destroy(&end->client);
     drained = device_memory_close(memory, drained);
     if (end->staging && drained)
