@@ -473,9 +473,8 @@ static void ask_landed(feed *f)
     msg_landed m = {.version = f->version, .timeout_ms = f->first ? 0 : PARKED_MS};
     memcpy(m.token, pull_session_token(f->session, 0), sizeof m.token);
     f->asking = true;
-    uint64_t request = connection_next_request(c);
-    encode_landed(connection_out(c), request, &m);
-    connection_ask(c, request, on_landed, f);
+    encode_landed(connection_out(c), c->next_request, &m);
+    connection_ask(c, on_landed, f);
 }
 
 static void forget_landed(feed *f)
@@ -501,7 +500,7 @@ static fanin_status connect_holder(feed *f, fanin_error *error)
                                       error);
     if (status != FANIN_OK)
         return status;
-    const msg_hello_ok *hello = connection_peer(f->client->peers[0].control);
+    const msg_hello_ok *hello = &f->client->peers[0].control->peer;
     if (memcmp(hello->incarnation, f->who.who.id, sizeof f->who.who.id) == 0)
         return FANIN_OK;
     fanin_client_disconnect(f->client);

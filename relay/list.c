@@ -350,7 +350,7 @@ static fanin_status connect_rank(holders_list *list, const list_rank *rank,
                                                list->config->connect_timeout_ms, error);
     if (status != FANIN_OK)
         return status;
-    const msg_hello_ok *hello = connection_peer(list->client->peers[0].control);
+    const msg_hello_ok *hello = &list->client->peers[0].control->peer;
     if (memcmp(hello->incarnation, rank->incarnation, sizeof rank->incarnation) == 0)
         return FANIN_OK;
     fanin_client_disconnect(list->client);
@@ -394,9 +394,8 @@ static bool is_task_over(holders_list *list, uint64_t serial)
 static void send_offer(holders_list *list, const msg_offer *m, answer *a)
 {
     connection *c = rank_connection(list);
-    uint64_t request = connection_next_request(c);
-    encode_offer(connection_out(c), request, m);
-    connection_ask(c, request, a ? on_answer : NULL, a);
+    encode_offer(connection_out(c), c->next_request, m);
+    connection_ask(c, a ? on_answer : NULL, a);
 }
 
 static bool are_awaited(const answer *a, size_t n)
@@ -444,10 +443,9 @@ static fanin_status offer_to_rank(holders_list *list, const task *t, fanin_error
     connection *c = rank_connection(list);
     error_place place = connection_place(c, "relays");
     place.remedy = "use the same fanin release on both ends";
-    if (!(connection_peer(c)->features & FEATURE_RELAYS))
+    if (!(c->peer.features & FEATURE_RELAYS))
         return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "rank %u at %s knows no relays", connection_peer(c)->rank,
-                         connection_text(c));
+                         "rank %u at %s knows no relays", c->peer.rank, c->text);
     send_offer(list, &t->offer, &a);
     for (size_t i = 0; i < LISTS; i++)
         list->lists[i].version = 0;
@@ -465,9 +463,8 @@ static void ask_changes(holders_list *list, const task *t, size_t which, answer 
     memcpy(m.holding, which > 0 ? t->whole : t->offer.holding, sizeof m.holding);
     *a = (answer){
         .left = 1, .at = deadline_in_ms(PARKED_MS + ASK_MS), .error = FANIN_ERROR_INIT};
-    uint64_t request = connection_next_request(c);
-    encode_holders(connection_out(c), request, &m);
-    connection_ask(c, request, on_answer, a);
+    encode_holders(connection_out(c), c->next_request, &m);
+    connection_ask(c, on_answer, a);
 }
 
 /* Takes what is there, and asks for what comes then. */

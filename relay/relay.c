@@ -275,7 +275,7 @@ static const msg_hello_ok *hello_of(const fanin_client *client)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
         if (peer_ready(&client->peers[i]))
-            return connection_peer(client->peers[i].control);
+            return &client->peers[i].control->peer;
     }
     return NULL;
 }

@@ -31,15 +31,14 @@ static size_t list_ranks(const fanin_relay *r, list_rank **out)
     list_rank *all = *out = calloc(r->n_addresses, sizeof *all);
     for (size_t i = 0; ranks && all && i < r->origin->n_peers; i++) {
         const connection *c = r->origin->peers[i].control;
-        if (connection_known(c))
-            ranks[n++] = (ranked){connection_peer(c)->rank, c};
+        if (c->known)
+            ranks[n++] = (ranked){c->peer.rank, c};
     }
     if (n > 0)
         qsort(ranks, n, sizeof *ranks, compare_ranked);
     for (size_t i = 0; i < n; i++) {
-        snprintf(all[i].address, sizeof all[i].address, "%s",
-                 connection_text(ranks[i].at));
-        memcpy(all[i].incarnation, connection_peer(ranks[i].at)->incarnation,
+        snprintf(all[i].address, sizeof all[i].address, "%s", ranks[i].at->text);
+        memcpy(all[i].incarnation, ranks[i].at->peer.incarnation,
                sizeof all[i].incarnation);
     }
     if (!ranks) {
@@ -64,7 +63,7 @@ bool relay_has_same_ranks(const fanin_relay *r)
 {
     for (size_t i = 0; i < r->origin->n_peers; i++) {
         const peer *p = &r->origin->peers[i];
-        if (peer_ready(p) && !is_known(r, connection_peer(p->control)->incarnation))
+        if (peer_ready(p) && !is_known(r, p->control->peer.incarnation))
             return false;
     }
     return true;

@@ -29,8 +29,8 @@ static void fail_fetch(fetch *f, fanin_status status, const char *what)
     if (status == FANIN_ERR_LIMIT)
         place.remedy =
             "publish fewer tensors, or raise max_catalog of fanin_client_config";
-    error_set(&f->error, status, &place, "rank %u at %s %s", connection_peer(c)->rank,
-              connection_text(c), what);
+    error_set(&f->error, status, &place, "rank %u at %s %s", c->peer.rank, c->text,
+              what);
     ended(f);
 }
 
@@ -103,15 +103,14 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
 static void ask_page(fetch *f)
 {
     connection *c = f->client->peers[f->peer].control;
-    if (connection_get_state(c) != CONNECTION_READY) {
+    if (c->state != CONNECTION_READY) {
         connection_reply_error(c, "catalog", 0, NULL, &f->error);
         ended(f);
         return;
     }
-    uint64_t request = connection_next_request(c);
     f->request.offset = f->data.size;
-    encode_blob_request(connection_out(c), request, f->type, &f->request);
-    connection_ask(c, request, on_page, f);
+    encode_blob_request(connection_out(c), c->next_request, f->type, &f->request);
+    connection_ask(c, on_page, f);
 }
 
 void fetch_ask(fanin_client *client, fetch *fetches, size_t n, size_t *left)

@@ -10,7 +10,7 @@
 /* Connected; it need not have been compared with the others yet. */
 static bool is_up(const survey *s, size_t peer)
 {
-    return connection_get_state(s->client->peers[peer].control) == CONNECTION_READY;
+    return s->client->peers[peer].control->state == CONNECTION_READY;
 }
 
 static const char *survey_phase(const survey *s)
@@ -30,7 +30,7 @@ static const char *survey_phase(const survey *s)
 /* What this rank is asked. */
 static message_type question_of(const survey *s, const connection *c)
 {
-    bool knows = connection_peer(c)->features & FEATURE_STATS;
+    bool knows = c->peer.features & FEATURE_STATS;
     return s->type == MSG_STATS && !knows ? MSG_LIST : s->type;
 }
 
@@ -74,21 +74,21 @@ static void on_reply(void *cookie, connection *c, message_type type, body *b)
         connection_reply_error(c, survey_phase(a->survey), type, b, &a->error);
 }
 
-static void encode_question(const survey *s, connection *c, uint64_t request)
+static void encode_question(const survey *s, connection *c)
 {
     message_type type = question_of(s, c);
     if (type == MSG_LIST) {
-        encode_list(connection_out(c), request, s->publication);
+        encode_list(connection_out(c), c->next_request, s->publication);
     } else if (type == MSG_STATS) {
-        encode_stats(connection_out(c), request, s->publication);
+        encode_stats(connection_out(c), c->next_request, s->publication);
     } else if (type == MSG_PING) {
-        encode_empty(connection_out(c), request, MSG_PING);
+        encode_empty(connection_out(c), c->next_request, MSG_PING);
     } else {
         /* The rank's own "not yet" should come before this side gives up. */
         uint32_t left = (uint32_t)deadline_poll_ms(s->at);
         msg_wait m = {.rule = FANIN_STEP_NEWEST, .timeout_ms = left - left / 20};
         snprintf(m.publication, sizeof m.publication, "%s", s->publication);
-        encode_wait(connection_out(c), request, &m);
+        encode_wait(connection_out(c), c->next_request, &m);
     }
 }
 
@@ -102,9 +102,8 @@ static void ask_ready(survey *s)
             continue;
         a->asked = true;
         a->asked_ns = clock_ns();
-        uint64_t request = connection_next_request(c);
-        encode_question(s, c, request);
-        connection_ask(c, request, on_reply, a);
+        encode_question(s, c);
+        connection_ask(c, on_reply, a);
     }
 }
 
@@ -113,7 +112,7 @@ static bool is_answer_open(const survey *s, size_t peer)
 {
     if (s->answers[peer].asked)
         return !s->answers[peer].over;
-    return connection_get_state(s->client->peers[peer].control) != CONNECTION_DOWN;
+    return s->client->peers[peer].control->state != CONNECTION_DOWN;
 }
 
 /* A refusal that waiting for this rank or for others would not mend. */
@@ -142,13 +141,12 @@ static void give_up_silent(survey *s, answer *a, bool late)
     if (late && ready && s->type == MSG_WAIT) {
         error_place place = connection_place(c, "wait");
         error_set(&a->error, FANIN_ERR_TIMEOUT, &place,
-                  "rank %u at %s has nothing that is committed",
-                  connection_peer(c)->rank, connection_text(c));
+                  "rank %u at %s has nothing that is committed", c->peer.rank, c->text);
         return;
     }
     if (late)
         connection_give_up(c);
-    error_copy(&a->error, connection_fault(c));
+    error_copy(&a->error, &c->fault);
 }
 
 /* Replies that come later find nobody. A rank that gave a useless reply, or none, is not to be
@@ -248,21 +246,21 @@ fanin_status survey_take(survey *s, fanin_error *error)
 /* What is known of the rank behind a peer; texts as long as its connection. */
 static fanin_rank_info rank_describe(const peer *p)
 {
-    const msg_hello_ok *hello = connection_peer(p->control);
-    bool known = connection_known(p->control), ready = peer_ready(p);
-    const fanin_error *fault = connection_fault(p->control);
+    const msg_hello_ok *hello = &p->control->peer;
+    bool known = p->control->known, ready = peer_ready(p);
+    const fanin_error *fault = &p->control->fault;
     fanin_rank_info info = {
         .struct_size = sizeof info,
         .rank = known ? (int32_t)hello->rank : -1,
         .world_size = known ? hello->world_size : 0,
-        .address = connection_text(p->control),
+        .address = p->control->text,
         .server_name = hello->server_name,
         .software = hello->software,
         .ucx_version = hello->ucx_version,
         .status = ready ? FANIN_OK : fault->status,
         .message = ready ? "" : fault->message,
-        .silent = !ready && (connection_was_silent(p->control) ||
-                             connection_get_state(p->control) != CONNECTION_DOWN),
+        .silent =
+            !ready && (p->control->silent || p->control->state != CONNECTION_DOWN),
     };
     memcpy(info.world_id, hello->world_id, sizeof info.world_id);
     memcpy(info.incarnation, hello->incarnation, sizeof info.incarnation);
@@ -291,7 +289,7 @@ static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
         fanin_publication_info info = {
             .struct_size = sizeof info,
             .name = e->publication,
-            .rank = connection_peer(p->control)->rank,
+            .rank = p->control->peer.rank,
             .state = e->state,
             .step = e->step,
             .epoch = e->epoch,

@@ -75,9 +75,8 @@ static fanin_status add_announced_rank(const peer *p, fanin_status status,
     error_place place = connection_place(p->control, "catalog");
     place.key = inner.key;
     place.remedy = inner.remedy;
-    return error_set(error, status, &place, "rank %u at %s: %s",
-                     connection_peer(p->control)->rank, connection_text(p->control),
-                     inner.message);
+    return error_set(error, status, &place, "rank %u at %s: %s", p->control->peer.rank,
+                     p->control->text, inner.message);
 }
 
 fanin_status tables_end_decoding(const client_work *work, const peer *p,
@@ -117,8 +116,8 @@ static fanin_status explain_difference(const fanin_client *client, const key_tab
                                        size_t peer_a, const key_table *b, size_t peer_b,
                                        fanin_error *error)
 {
-    uint32_t rank_a = connection_peer(client->peers[peer_a].control)->rank;
-    uint32_t rank_b = connection_peer(client->peers[peer_b].control)->rank;
+    uint32_t rank_a = client->peers[peer_a].control->peer.rank;
+    uint32_t rank_b = client->peers[peer_b].control->peer.rank;
     error_place place = connection_place(client->peers[peer_b].control, "catalog");
     place.remedy =
         "every rank must put every key (an empty shard where it holds nothing) "
@@ -171,8 +170,8 @@ static fanin_status get_key_table(fanin_client *client, const publication *p,
         status =
             error_set(error, FANIN_ERR_PROTOCOL, &place,
                       "rank %u at %s sent a key table that is not the announced one",
-                      connection_peer(client->peers[index].control)->rank,
-                      connection_text(client->peers[index].control));
+                      client->peers[index].control->peer.rank,
+                      client->peers[index].control->text);
     else if ((status = key_table_decode(f.data.data, f.data.size, &work->stop, out,
                                         error)) != FANIN_OK)
         status = tables_end_decoding(work, &client->peers[index], status, error);

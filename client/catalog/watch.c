@@ -99,8 +99,7 @@ static bool report_change(const fanin_client *client, const watch *w, uint64_t s
     if (w->arrivals[slot].step == step) {
         event.spread_ns = w->arrivals[slot].last_ns - w->arrivals[slot].first_ns;
         event.slowest_rank =
-            (int32_t)connection_peer(client->peers[w->arrivals[slot].last_peer].control)
-                ->rank;
+            (int32_t)client->peers[w->arrivals[slot].last_peer].control->peer.rank;
     }
     return fn(cookie, &event);
 }
@@ -121,8 +120,8 @@ static bool report_quiet(const fanin_client *client, const watch *w, void *cooki
         const connection *c = client->peers[i].control;
         states[i] = (fanin_rank_state){
             .struct_size = sizeof states[i],
-            .rank = connection_peer(c)->rank,
-            .address = connection_text(c),
+            .rank = c->peer.rank,
+            .address = c->text,
             .state = v->state,
             .step = v->state_step,
             .state_age_ms = v->since_ns ? ms_since(v->since_ns) : 0,
@@ -252,11 +251,10 @@ static fanin_status start_watch(fanin_client *client, watch *w, const char *publ
         connection *c = client->peers[i].control;
         w->ranks[i].watch = w;
         if (!peer_ready(&client->peers[i]))
-            return error_copy(error, connection_fault(c));
-        uint64_t request = connection_next_request(c);
-        encode_watch(connection_out(c), request, &m);
-        connection_ask(c, request, on_world_change, &w->ranks[i]);
-        connection_keep(c, request);
+            return error_copy(error, &c->fault);
+        encode_watch(connection_out(c), c->next_request, &m);
+        connection_ask(c, on_world_change, &w->ranks[i]);
+        connection_keep(c, &w->ranks[i]);
     }
     return FANIN_OK;
 }

@@ -144,7 +144,7 @@ void cma_fail_read(cma_source *s, cma_reading *of, int error, const span_piece *
     place.remedy = cma_remedy(error);
     error_set(&why, FANIN_ERR_TRANSPORT, &place,
               "reading %.256s%sfrom rank %u at %s by cma: %s", key ? key : "",
-              key ? " " : "", of->r->plan->sources[s->index].rank, connection_text(c),
+              key ? " " : "", of->r->plan->sources[s->index].rank, c->text,
               cma_why(error));
     fail_source(s, of, FANIN_ERR_TRANSPORT, &why);
 }

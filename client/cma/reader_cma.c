@@ -79,8 +79,7 @@ static fanin_status take_witness(path_round *r, size_t peer, const msg_open_path
 {
     cma_process *process = (cma_process *)cookie + peer;
     process->witness = reply->witness;
-    memcpy(process->incarnation,
-           connection_peer(r->client->peers[peer].control)->incarnation,
+    memcpy(process->incarnation, r->client->peers[peer].control->peer.incarnation,
            sizeof process->incarnation);
     return reply->witness == 0
                ? error_set(why, FANIN_ERR_UNSUPPORTED, NULL,

@@ -146,8 +146,7 @@ base_step *base_step_of(const fanin_client *client, const digest *name,
         now->step = a->step;
         now->ranks[i].version = a->version;
         now->ranks[i].generation = a->patches.generation;
-        memcpy(now->ranks[i].incarnation,
-               connection_peer(client->peers[peer].control)->incarnation,
+        memcpy(now->ranks[i].incarnation, client->peers[peer].control->peer.incarnation,
                sizeof now->ranks[i].incarnation);
     }
     return now;

@@ -55,7 +55,7 @@ static const char *find_chain(const delta_scene *s, const base_rank *held,
 {
     size_t peer = s->plan->peer_of[source];
     const announcement *a = &s->announced[peer];
-    const msg_hello_ok *rank = connection_peer(s->client->peers[peer].control);
+    const msg_hello_ok *rank = &s->client->peers[peer].control->peer;
     int chain = chain_from(&a->patches, held->generation);
     if (held->generation == 0) /* a replica of it was read */
         return another_plan;
@@ -94,8 +94,7 @@ fanin_status delta_blame(const delta *d, size_t source, fanin_error *error,
     error_place place = connection_place(c, "read");
     place.remedy = "use the same fanin release on both ends, or pull without deltas";
     return error_set(error, FANIN_ERR_PROTOCOL, &place,
-                     "rank %u at %s tells of a patch %s", connection_peer(c)->rank,
-                     connection_text(c), lie);
+                     "rank %u at %s tells of a patch %s", c->peer.rank, c->text, lie);
 }
 
 /* The directories, each behind the one before. */

@@ -171,7 +171,7 @@ static fanin_status take_needed(const regions_use *r, fanin_error *error)
 {
     fanin_client *client = r->round->client;
     const ipc_regions *s = r->shard;
-    const msg_hello_ok *hello = connection_peer(client->peers[r->index].control);
+    const msg_hello_ok *hello = &client->peers[r->index].control->peer;
     fanin_status status = need_view(r, error);
     if (status != FANIN_OK)
         return status;
@@ -286,7 +286,7 @@ static void take_announced_rank(map_ahead *a, size_t peer, int device)
 {
     path_round *r = &a->round;
     path_state *s = &r->publication->paths->peers[peer];
-    uint32_t rank = connection_peer(r->client->peers[peer].control)->rank;
+    uint32_t rank = r->client->peers[peer].control->peer.rank;
     if (regions_hold(s, rank, NULL) != FANIN_OK)
         return;
     const regions_use one = {.round = r,

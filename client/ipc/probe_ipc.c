@@ -48,8 +48,7 @@ static fanin_status await_probe(const regions_use *r, device_probe *p,
 static fanin_status probe_regions(const regions_use *r, fanin_error *error)
 {
     const devices *d = r->round->client->devices;
-    const msg_hello_ok *hello =
-        connection_peer(r->round->client->peers[r->index].control);
+    const msg_hello_ok *hello = &r->round->client->peers[r->index].control->peer;
     const ipc_regions *s = r->shard;
     const ipc_view *view = ipc_view_of(s, r->device);
     device_probe *p = NULL;
@@ -154,7 +153,7 @@ static fanin_status for_devices(path_round *r, size_t index,
     regions_use one = {.round = r,
                        .index = index,
                        .shard = regions_kept(r, index),
-                       .rank = connection_peer(r->client->peers[index].control)->rank,
+                       .rank = r->client->peers[index].control->peer.rank,
                        .fresh = path_taken(r->publication, index)->path != &ipc_reader};
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->devices.n && status == FANIN_OK; i++) {
@@ -350,7 +349,7 @@ static fanin_status hold_rank(path_round *r, size_t peer, void *cookie,
 {
     (void)cookie;
     return regions_hold(path_state_of(r->client, r->publication, peer),
-                        connection_peer(r->client->peers[peer].control)->rank, why);
+                        r->client->peers[peer].control->peer.rank, why);
 }
 
 /* All ranks' mappings, while what they are read by is made. */

@@ -59,106 +59,44 @@ typedef struct pending {
     bool keep;
 } pending;
 
-/** Its fields are for the three files; others ask below. */
+/** Its fields are for the three files to change; others look. */
 struct connection {
-    loop_source source; /**< first: the loop hands it back */
+    loop_source source; /* first: the loop hands it back */
     const connection_shared *shared;
     /** Gets what comes first, in CONNECTION_HELLO. */
     void (*on_greeting)(connection *c, message_type type, body *b);
     socket_address tcp, in_use;
-    char text[64];
+    char text[64]; /**< the address, for messages */
     connection_state state;
-    const char *stranger; /**< why its Unix socket is not used, NULL: nobody's is */
-    bool is_unix, local, known;
-    uid_t uid; /**< who listens, if it is Unix */
+    /** Why the rank's Unix socket was left for TCP though it is of this uid; NULL: it was not. */
+    const char *stranger;
+    bool is_unix;
+    bool local; /**< the rank is on this host */
+    bool known; /**< it once was READY */
+    uid_t uid;  /**< who listens, if it is Unix */
     pid_t pid;
-    fanin_error fault;
-    msg_hello_ok peer;
-    uint64_t generation, next_request;
+    fanin_error fault;   /**< why it is DOWN */
+    msg_hello_ok peer;   /**< the last hello: rank etc. */
+    uint64_t generation; /**< grows with every hello */
+    uint64_t next_request;
     deadline connect_by;
     uint64_t started_ns; /**< when it began to connect */
     uint64_t
         heard_ns; /**< last byte from the peer, or when it began to owe an answer */
-    bool pinged, owing, silent;
+    bool pinged, owing;
+    bool silent;      /**< it, or the last attempt to make it, ended in silence */
     uint64_t look_ns; /**< when silence is to be looked at next; 0: nobody waits */
+    /** Sealed: frames carry checksums, in both directions; data connections are to do so, too. */
     framing in;
     outgoing out;
     tls *tls; /**< NULL: there is none, or not yet */
     pending *pending;
 };
 
-static inline connection_state connection_get_state(const connection *c)
-{
-    return c->state;
-}
-/** Why it is DOWN. */
-static inline const fanin_error *connection_fault(const connection *c)
-{
-    return &c->fault;
-}
-/** The last hello: rank etc. */
-static inline const msg_hello_ok *connection_peer(const connection *c)
-{
-    return &c->peer;
-}
-/** It once was READY. */
-static inline bool connection_known(const connection *c)
-{
-    return c->known;
-}
-/** The address for messages. */
-static inline const char *connection_text(const connection *c)
-{
-    return c->text;
-}
-/** The one in use. */
-static inline const socket_address *connection_address(const connection *c)
-{
-    return &c->in_use;
-}
-static inline bool connection_is_unix(const connection *c)
-{
-    return c->is_unix;
-}
-/** Why the rank's Unix socket was left for TCP though it is of this uid; NULL: it was not. */
-static inline const char *connection_stranger(const connection *c)
-{
-    return c->stranger;
-}
-/** Whether frames carry checksums, in both directions; data connections are to do as it does. */
-static inline bool connection_is_sealed(const connection *c)
-{
-    return c->in.sealed;
-}
 /** What its data connections are to be secured with, as it is; NULL: it is not. */
 static inline const tls_end *connection_tls(const connection *c)
 {
     return c->tls ? c->shared->tls : NULL;
-}
-/** The rank is on this host. */
-static inline bool connection_is_local(const connection *c)
-{
-    return c->local;
-}
-/** Grows with every hello. */
-static inline uint64_t connection_generation(const connection *c)
-{
-    return c->generation;
-}
-/** When the last byte came, or when the rank began to owe an answer; clock_ns(). */
-static inline uint64_t connection_heard_ns(const connection *c)
-{
-    return c->heard_ns;
-}
-/** It, or the last attempt to make it, ended in silence. */
-static inline bool connection_was_silent(const connection *c)
-{
-    return c->silent;
-}
-/** The time in which it was to be made has passed. */
-static inline bool connection_is_late(const connection *c)
-{
-    return deadline_passed(c->connect_by);
 }
 
 #endif

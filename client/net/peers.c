@@ -67,9 +67,9 @@ deadline client_tick(fanin_client *client)
     deadline next = UINT64_MAX;
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
-        bool was_up = connection_get_state(c) != CONNECTION_DOWN;
+        bool was_up = c->state != CONNECTION_DOWN;
         next = deadline_sooner(next, connection_tick(c));
-        if (was_up && connection_get_state(c) == CONNECTION_DOWN)
+        if (was_up && c->state == CONNECTION_DOWN)
             next = 0;
     }
     return next;
@@ -81,8 +81,7 @@ static const connection *find_owing(const fanin_client *client)
     const connection *found = NULL;
     for (size_t i = 0; i < client->n_peers; i++) {
         const connection *c = client->peers[i].control;
-        if (connection_owes(c) &&
-            (!found || connection_heard_ns(c) < connection_heard_ns(found)))
+        if (connection_owes(c) && (!found || c->heard_ns < found->heard_ns))
             found = c;
     }
     return found;
@@ -106,7 +105,7 @@ static fanin_status out_of_time(const fanin_client *client, const char *phase,
                      "the deadline passed in phase %s, waiting for %s, last heard of "
                      "%.1f s ago",
                      phase, connection_name(owing, who),
-                     (double)(clock_ns() - connection_heard_ns(owing)) / 1e9);
+                     (double)(clock_ns() - owing->heard_ns) / 1e9);
 }
 
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,
@@ -163,8 +162,8 @@ fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
 
 bool peer_ready(const peer *p)
 {
-    return connection_get_state(p->control) == CONNECTION_READY &&
-           p->admitted == connection_generation(p->control);
+    return p->control->state == CONNECTION_READY &&
+           p->admitted == p->control->generation;
 }
 
 size_t client_count_ready(const fanin_client *client)
@@ -218,9 +217,9 @@ static size_t write_addresses(const fanin_client *client, const bool *mask,
     size_t written = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
         const connection *c = client->peers[i].control;
-        if (!mask[i] || connection_known(c))
+        if (!mask[i] || c->known)
             continue;
-        if (!append_rank(t, nothing_before && written == 0, connection_text(c)))
+        if (!append_rank(t, nothing_before && written == 0, c->text))
             break;
         written++;
     }
@@ -239,8 +238,8 @@ void rank_list_text(const fanin_client *client, const bool *mask, char *out,
             continue;
         all++;
         last = c;
-        if (ranks && connection_known(c))
-            ranks[n++] = connection_peer(c)->rank;
+        if (ranks && c->known)
+            ranks[n++] = c->peer.rank;
     }
     text t = text_in(out, size);
     if (all == 1 || !ranks) {

@@ -54,9 +54,8 @@ fanin_status rank_status_ask(fanin_client *client, const char *publication, dead
             continue;
         questions[i] = (question){.left = &left, .of = &out[i]};
         left++;
-        uint64_t request = connection_next_request(c);
-        encode_list(connection_out(c), request, publication);
-        connection_ask(c, request, on_listed, &questions[i]);
+        encode_list(connection_out(c), c->next_request, publication);
+        connection_ask(c, on_listed, &questions[i]);
     }
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = client_run(client, &left, at, "wait", &why);
@@ -143,7 +142,7 @@ static const char *status_word(int32_t state)
 
 static double heard_seconds_ago(const fanin_client *client, size_t peer)
 {
-    uint64_t heard = connection_heard_ns(client->peers[peer].control);
+    uint64_t heard = client->peers[peer].control->heard_ns;
     return (double)(clock_ns() - heard) / 1e9;
 }
 
@@ -153,7 +152,7 @@ static void tell_group(const fanin_client *client, const blame *first,
     const char *is = many ? "are" : "is", *has = many ? "have" : "has";
     if (first->what == GONE)
         snprintf(text, size, "%.180s",
-                 connection_fault(client->peers[first->peer].control)->message);
+                 client->peers[first->peer].control->fault.message);
     else if (first->what == SILENT)
         snprintf(text, size, "%s %s not answered, last heard of %.1f s ago", ranks, has,
                  heard_seconds_ago(client, first->peer));

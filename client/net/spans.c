@@ -14,9 +14,8 @@ void span_of_call(const fanin_client *client, trace_name name, uint64_t began,
 static trace_span of_connection(const connection *c, const trace_place *place,
                                 trace_name name, uint64_t began, fanin_status outcome)
 {
-    trace_span span = trace_span_of(name, began, outcome, connection_text(c));
-    span.rank = connection_known(c) ? (int32_t)connection_peer(c)->rank
-                                    : trace_unknown_rank(connection_text(c));
+    trace_span span = trace_span_of(name, began, outcome, c->text);
+    span.rank = c->known ? (int32_t)c->peer.rank : trace_unknown_rank(c->text);
     span.place = *place;
     return span;
 }

@@ -233,17 +233,12 @@ static void listen_anew(connection *c)
     c->look_ns = 0;
 }
 
-uint64_t connection_next_request(connection *c)
-{
-    return c->next_request++;
-}
-
 buffer *connection_out(connection *c)
 {
     return &c->out.bytes;
 }
 
-void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
+void connection_ask(connection *c, reply_fn fn, void *cookie)
 {
     pending *p = calloc(1, sizeof *p);
     if (!p || c->out.bytes.failed || c->state != CONNECTION_READY) {
@@ -256,7 +251,8 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
     }
     if (!awaited(c))
         listen_anew(c);
-    *p = (pending){.next = c->pending, .request = request, .fn = fn, .cookie = cookie};
+    *p = (pending){
+        .next = c->pending, .request = c->next_request++, .fn = fn, .cookie = cookie};
     c->pending = p;
     connection_flush(c);
 }
@@ -273,10 +269,10 @@ void connection_forget(connection *c, const void *cookie)
     }
 }
 
-void connection_keep(connection *c, uint64_t request)
+void connection_keep(connection *c, const void *cookie)
 {
     for (pending *p = c->pending; p; p = p->next)
-        p->keep |= p->request == request;
+        p->keep |= p->cookie == cookie;
 }
 
 bool connection_owes(const connection *c)
@@ -334,10 +330,9 @@ deadline connection_tick(connection *c)
     }
     if (now - c->heard_ns >= lost_ns / 2 && !c->pinged) {
         c->pinged = true;
-        uint64_t request = connection_next_request(c);
-        encode_empty(connection_out(c), request, MSG_PING);
+        encode_empty(connection_out(c), c->next_request, MSG_PING);
         uint64_t heard = c->heard_ns;
-        connection_ask(c, request, NULL, NULL); /* any byte is a sign of life */
+        connection_ask(c, NULL, NULL); /* any byte is a sign of life */
         c->heard_ns = heard;
     }
     c->look_ns = c->heard_ns + (c->pinged ? lost_ns : lost_ns / 2);

@@ -20,16 +20,14 @@ const char *connection_name(const connection *c, char name[CONNECTION_NAME]);
 /** Fills place fields rank and address. */
 struct error_place connection_place(const connection *c, const char *phase);
 
-/** Id for the next request. */
-uint64_t connection_next_request(connection *c);
-/** The frame that was encoded into connection_out() under @p request goes out; @p fn gets the
+/** The frame that was encoded into connection_out() under c->next_request goes out; @p fn gets the
     reply (NULL: nobody waits for it). Only when READY. */
 buffer *connection_out(connection *c);
-void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
+void connection_ask(connection *c, reply_fn fn, void *cookie);
 /** Forgets the handlers that have this cookie (their replies are dropped). */
 void connection_forget(connection *c, const void *cookie);
-/** Keeps the handler of @p request for more replies (watch). */
-void connection_keep(connection *c, uint64_t request);
+/** Keeps the handlers that have this cookie for more replies (watch). */
+void connection_keep(connection *c, const void *cookie);
 
 /** While true the rank counts as owing an answer even without a pending request: it is
     reading phase, and silence must be noticed. */

@@ -27,14 +27,13 @@ static fanin_status world_error(const peer *p, fanin_error *error, const char *r
     error_place place = connection_place(p->control, "connect");
     place.remedy = remedy;
     return error_set(error, FANIN_ERR_WORLD, &place, "rank %u at %s %s %s",
-                     connection_peer(p->control)->rank, connection_text(p->control),
-                     what, detail);
+                     p->control->peer.rank, p->control->text, what, detail);
 }
 
 static fanin_status check_server_name(const fanin_client *client, const peer *p,
                                       fanin_error *error)
 {
-    const msg_hello_ok *hello = connection_peer(p->control);
+    const msg_hello_ok *hello = &p->control->peer;
     if (!client->server_name)
         return FANIN_OK;
     char expected[160];
@@ -69,7 +68,7 @@ static size_t find_parties(const fanin_client *client, party *parties)
 {
     size_t n = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
-        const msg_hello_ok *hello = connection_peer(client->peers[i].control);
+        const msg_hello_ok *hello = &client->peers[i].control->peer;
         size_t at = 0;
         if (!peer_ready(&client->peers[i]))
             continue;
@@ -90,7 +89,7 @@ static void describe_party(const fanin_client *client, const party *p, bool *mas
     char who[96];
     for (size_t i = 0; i < client->n_peers; i++)
         mask[i] = peer_ready(&client->peers[i]) &&
-                  same_world(p->hello, connection_peer(client->peers[i].control));
+                  same_world(p->hello, &client->peers[i].control->peer);
     rank_list_text(client, mask, who, sizeof who);
     text t = text_in(out, size);
     text_add(&t, "%s (", who);
@@ -134,8 +133,8 @@ static fanin_status check_against(const fanin_client *client, size_t first, size
                                   fanin_error *error)
 {
     const peer *p = &client->peers[i];
-    const msg_hello_ok *a = connection_peer(client->peers[first].control);
-    const msg_hello_ok *b = connection_peer(p->control);
+    const msg_hello_ok *a = &client->peers[first].control->peer;
+    const msg_hello_ok *b = &p->control->peer;
     char text[160];
     if (CLIENT_RULE(CLIENT_RULE_WORLD) && !same_world(a, b))
         return mixed_error(client, error);
@@ -154,11 +153,11 @@ static fanin_status check_against(const fanin_client *client, size_t first, size
     }
     for (size_t j = 0; j < i; j++) {
         const peer *other = &client->peers[j];
-        if (!peer_ready(other) || connection_peer(other->control)->rank != b->rank)
+        if (!peer_ready(other) || other->control->peer.rank != b->rank)
             continue;
         return world_error(p, error, "give the address of every rank, each once",
                            "is a rank that answers twice, also at",
-                           connection_text(other->control));
+                           other->control->text);
     }
     return FANIN_OK;
 }
@@ -177,8 +176,7 @@ static fanin_status identify_peer(fanin_client *client, fanin_error *error)
         if (status == FANIN_OK)
             status = check_against(client, first, i, error);
         if (status == FANIN_OK && memcmp(client->config.world_id, any, sizeof any) &&
-            memcmp(client->config.world_id, connection_peer(p->control)->world_id,
-                   sizeof any))
+            memcmp(client->config.world_id, p->control->peer.world_id, sizeof any))
             status = world_error(p, error, "connect to the launch that is meant",
                                  "announces another world id", "than was demanded");
         if (status != FANIN_OK)
@@ -187,20 +185,20 @@ static fanin_status identify_peer(fanin_client *client, fanin_error *error)
     if (first < client->n_peers)
         return FANIN_OK;
     connection *c = client->peers[0].control;
-    if (connection_get_state(c) != CONNECTION_DOWN) {
+    if (c->state != CONNECTION_DOWN) {
         error_place place = connection_place(c, "connect");
         place.remedy = STOPPED_REMEDY;
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                         "%s did not answer before the deadline", connection_text(c));
+                         "%s did not answer before the deadline", c->text);
     }
-    return error_copy(error, connection_fault(c));
+    return error_copy(error, &c->fault);
 }
 
 /* -------------------------------------------------------------- connecting */
 
 static bool is_connecting(const peer *p)
 {
-    connection_state state = connection_get_state(p->control);
+    connection_state state = p->control->state;
     return state == CONNECTION_CONNECTING || state == CONNECTION_HELLO;
 }
 
@@ -208,9 +206,8 @@ bool client_expects_more(const fanin_client *client)
 {
     bool any = false;
     for (size_t i = 0; i < client->n_peers; i++)
-        any =
-            any || (!peer_ready(&client->peers[i]) &&
-                    connection_get_state(client->peers[i].control) != CONNECTION_DOWN);
+        any = any || (!peer_ready(&client->peers[i]) &&
+                      client->peers[i].control->state != CONNECTION_DOWN);
     return any;
 }
 
@@ -221,8 +218,8 @@ static size_t count_awaited(const fanin_client *client, bool patient, bool *enou
     *enough = false;
     for (size_t i = 0; i < client->n_peers; i++) {
         const peer *p = &client->peers[i];
-        *enough = *enough || connection_get_state(p->control) == CONNECTION_READY;
-        if (is_connecting(p) && (p->slow || connection_was_silent(p->control)))
+        *enough = *enough || p->control->state == CONNECTION_READY;
+        if (is_connecting(p) && (p->slow || p->control->silent))
             slow++;
         else
             others += is_connecting(p);
@@ -236,9 +233,9 @@ static void admit_peer(fanin_client *client)
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
         if (p->generation == 0 || CLIENT_RULE(CLIENT_RULE_INCARNATION))
-            p->generation = connection_generation(p->control);
-        if (connection_get_state(p->control) == CONNECTION_READY)
-            p->admitted = connection_generation(p->control);
+            p->generation = p->control->generation;
+        if (p->control->state == CONNECTION_READY)
+            p->admitted = p->control->generation;
     }
 }
 
@@ -283,8 +280,8 @@ static bool start_again(fanin_client *client)
     bool any = false;
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
-        if (p->half_made && connection_get_state(p->control) == CONNECTION_DOWN &&
-            !connection_is_late(p->control)) {
+        if (p->half_made && p->control->state == CONNECTION_DOWN &&
+            !deadline_passed(p->control->connect_by)) {
             p->half_made = false;
             connection_start(p->control);
             any = true;
@@ -348,9 +345,8 @@ static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
             continue;
         questions[i] = (question){.left = &left, .asked = true};
         left++;
-        uint64_t request = connection_next_request(c);
-        encode_empty(connection_out(c), request, MSG_PING);
-        connection_ask(c, request, on_life_sign, &questions[i]);
+        encode_empty(connection_out(c), c->next_request, MSG_PING);
+        connection_ask(c, on_life_sign, &questions[i]);
     }
     fanin_status status = client_run(client, &left, by, "connect", error);
     if (status == FANIN_ERR_TIMEOUT)

@@ -163,8 +163,7 @@ static fanin_status check_regions(const peer *owner, const shard_table *tables,
     error_place place = connection_place(owner->control, "catalog");
     return error_set(error, FANIN_ERR_PROTOCOL, &place,
                      "rank %u at %s has boxes in a region that its table does not list",
-                     connection_peer(owner->control)->rank,
-                     connection_text(owner->control));
+                     owner->control->peer.rank, owner->control->text);
 }
 
 void path_regions_request(const publication *p, size_t peer, uint64_t version,
@@ -245,7 +244,7 @@ void path_choose(path_round *r, size_t peer, const path_reader *path,
     const connection *c = r->client->peers[peer].control;
     path_set(r, peer, path, reason);
     log_write(&r->client->log, FANIN_LOG_INFO, "path", "rank %u at %s uses %s: %s",
-              connection_peer(c)->rank, connection_text(c), path->name, reason);
+              c->peer.rank, c->text, path->name, reason);
 }
 
 bool path_is_allowed(const fanin_client *client, const path_reader *path)
@@ -263,8 +262,7 @@ static fanin_status refuse_forced(const path_round *r, size_t peer, const char *
     place.remedy = "use --path auto or stream, or set up what the path needs";
     return error_set(error, r->lacks ? FANIN_ERR_TRANSPORT : FANIN_ERR_UNSUPPORTED,
                      &place, "path %s to rank %u at %s is not possible: %s",
-                     client->forced->name, connection_peer(c)->rank, connection_text(c),
-                     why);
+                     client->forced->name, c->peer.rank, c->text, why);
 }
 
 fanin_status path_give_up(path_round *r, size_t peer, const char *why,
@@ -272,7 +270,7 @@ fanin_status path_give_up(path_round *r, size_t peer, const char *why,
 {
     const struct peer *p = &r->client->peers[peer];
     if (!peer_ready(p)) /* lost, which says nothing about paths */
-        return error_copy(error, connection_fault(p->control));
+        return error_copy(error, &p->control->fault);
     if (r->client->forced)
         return refuse_forced(r, peer, why, error);
     path_choose(r, peer, r->fallback, why);
@@ -348,11 +346,10 @@ fanin_status path_open(path_round *r, bool *mask, const msg_open_path *m,
         if (!mask[i])
             continue;
         all[i] = (opening){r, i, &left, opened, cookie, FANIN_ERROR_INIT};
-        uint64_t request = connection_next_request(c);
         left++;
-        if (connection_get_state(c) == CONNECTION_READY)
-            encode_open_path(connection_out(c), request, MSG_OPEN_PATH, m);
-        connection_ask(c, request, on_opened, &all[i]);
+        if (c->state == CONNECTION_READY)
+            encode_open_path(connection_out(c), c->next_request, MSG_OPEN_PATH, m);
+        connection_ask(c, on_opened, &all[i]);
     }
     fanin_status status = client_run(r->client, &left, r->at, "connect", error);
     for (size_t i = 0; i < n; i++) {
@@ -389,19 +386,18 @@ fanin_status path_regions(path_round *r, bool *mask, const path_reader *path,
 
 bool path_is_offered(const fanin_client *client, size_t peer, const path_reader *path)
 {
-    return connection_peer(client->peers[peer].control)->paths &
-           (UINT32_C(1) << path->number);
+    return client->peers[peer].control->peer.paths & (UINT32_C(1) << path->number);
 }
 
 const char *path_not_offered(const fanin_client *client, size_t peer, const char *plain)
 {
-    const char *stranger = connection_stranger(client->peers[peer].control);
+    const char *stranger = client->peers[peer].control->stranger;
     return stranger ? stranger : plain;
 }
 
 bool path_is_local(const fanin_client *client, size_t peer)
 {
-    const msg_hello_ok *hello = connection_peer(client->peers[peer].control);
+    const msg_hello_ok *hello = &client->peers[peer].control->peer;
     return client->host[0] && strcmp(client->host, hello->host_id) == 0;
 }
 
@@ -429,7 +425,7 @@ fanin_status path_arena(const path_reading *r, size_t source, uint32_t *first_re
         error_place place = connection_place(c, "begin");
         return error_set(error, FANIN_ERR_PROTOCOL, &place,
                          "rank %u at %s granted an arena outside of its regions",
-                         connection_peer(c)->rank, connection_text(c));
+                         c->peer.rank, c->text);
     }
     return FANIN_OK;
 }

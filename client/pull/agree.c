@@ -80,7 +80,7 @@ static bool take_lease(asker *a, connection *c, const msg_wait_ok *m)
     *lease = (reader_lease){.held = true,
                             .lease_ms = m->lease_ms,
                             .first_region = m->first_region,
-                            .generation = connection_generation(c)};
+                            .generation = c->generation};
     memcpy(lease->token, m->token.data, sizeof lease->token);
     if (g->give_back == UINT64_MAX) {
         g->early->since_ns = clock_ns();
@@ -160,8 +160,7 @@ static fanin_status take_timeout(asker *a, connection *c)
     return error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
                      "rank %u at %s says that its time is up after %" PRIu64
                      " ms of the %" PRIu32 " ms that it was given, twice",
-                     connection_peer(c)->rank, connection_text(c), waited_ms,
-                     a->given_ms);
+                     c->peer.rank, c->text, waited_ms, a->given_ms);
 }
 
 static void take_announcement(asker *a, connection *c, message_type type, body *b)
@@ -178,8 +177,7 @@ static void take_announcement(asker *a, connection *c, message_type type, body *
             a->refused = error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
                                    "rank %u at %s announced step %" PRIu64
                                    " when asked for step %" PRIu64 " or later",
-                                   connection_peer(c)->rank, connection_text(c), m.step,
-                                   a->least);
+                                   c->peer.rank, c->text, m.step, a->least);
             return;
         }
         if (!take_lease(a, c, &m)) {
@@ -187,7 +185,7 @@ static void take_announcement(asker *a, connection *c, message_type type, body *
             a->refused = error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
                                    "rank %u at %s granted a lease that it was not "
                                    "asked for",
-                                   connection_peer(c)->rank, connection_text(c));
+                                   c->peer.rank, c->text);
             return;
         }
         *n = (announcement){.valid = true,
@@ -246,12 +244,12 @@ static void ask_rank(asker *a)
     m.timeout_ms = a->given_ms;
     a->least = m.step;
     a->begins = m.begin_version = g->early ? g->early->versions[a->peer] : 0;
-    a->request = connection_next_request(c);
-    encode_wait(connection_out(c), a->request, &m);
+    a->request = c->next_request;
+    encode_wait(connection_out(c), c->next_request, &m);
     a->waiting = true;
     a->error = (fanin_error)FANIN_ERROR_INIT;
     a->asked_ns = clock_ns();
-    connection_ask(c, a->request, on_announced, a);
+    connection_ask(c, on_announced, a);
 }
 
 /* Asks whoever has nothing, or less than the furthest rank, to announce (again), and whoever was
@@ -299,8 +297,7 @@ static fanin_status superseded(const agreement *g, fanin_error *error)
            !(g->announced[i].valid && g->announced[i].step == g->target))
         i++;
     if (i < g->client->n_peers && peer_ready(&g->client->peers[i]))
-        place.rank_plus_1 =
-            (int32_t)connection_peer(g->client->peers[i].control)->rank + 1;
+        place.rank_plus_1 = (int32_t)g->client->peers[i].control->peer.rank + 1;
     return error_set(error, FANIN_ERR_SUPERSEDED, &place,
                      "step %" PRIu64
                      " of %s has passed: the trainer is at step %" PRIu64,
@@ -366,8 +363,8 @@ fanin_status agree_sufficient(fanin_client *client, const publication *p,
         if (!use[i])
             continue;
         all[n] = true;
-        sources[n++] = (plan_source){connection_peer(client->peers[i].control)->rank,
-                                     p->shards[i].boxes};
+        sources[n++] =
+            (plan_source){client->peers[i].control->peer.rank, p->shards[i].boxes};
     }
     client_work work;
     client_work_start(&work, client, at);
@@ -590,12 +587,12 @@ static fanin_status explain_timeout(const agreement *g, fanin_error *error)
 static fanin_status explain_silence(const agreement *g, fanin_error *error)
 {
     const fanin_client *client = g->client;
-    const fanin_error *fault = connection_fault(client->peers[0].control);
+    const fanin_error *fault = &client->peers[0].control->fault;
     if (g->time_is_up)
         return explain_timeout(g, error);
     for (size_t i = client->n_peers; i-- > 0;) {
         if (!peer_ready(&client->peers[i]))
-            fault = connection_fault(client->peers[i].control);
+            fault = &client->peers[i].control->fault;
     }
     return error_copy(error, fault);
 }

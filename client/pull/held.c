@@ -133,8 +133,7 @@ static fanin_status report_key(fanin_client *client, const snapshot *s, uint32_t
     uint64_t n = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
         if (s->use[i])
-            n += add_owners(s->publication, i,
-                            connection_peer(client->peers[i].control)->rank, key,
+            n += add_owners(s->publication, i, client->peers[i].control->peer.rank, key,
                             owners + n);
     }
     fanin_entry entry = {.struct_size = sizeof entry,
@@ -285,7 +284,7 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
     if (culprit == w->client->n_peers)
         return FANIN_OK;
     *vain = true;
-    return error_copy(error, connection_fault(w->client->peers[culprit].control));
+    return error_copy(error, &w->client->peers[culprit].control->fault);
 }
 
 /* Some may have agreed because the others are gone: then these must suffice, as a pull's plan would

@@ -34,9 +34,8 @@ struct confirmation {
 
 static void send_end(connection *c, const msg_end *m, reply_fn fn, void *cookie)
 {
-    uint64_t request = connection_next_request(c);
-    encode_end(connection_out(c), request, m);
-    connection_ask(c, request, fn, cookie);
+    encode_end(connection_out(c), c->next_request, m);
+    connection_ask(c, fn, cookie);
 }
 
 /* Whatever the rank says to it, nothing depends on that. */
@@ -110,13 +109,13 @@ static void take_begun(turn *t, connection *c, message_type type, body *b)
     if (!m.granted) {
         error_place place = connection_place(c, "begin");
         error_set(&t->error, FANIN_ERR_STALE, &place, "rank %u at %s has moved on: %s",
-                  connection_peer(c)->rank, connection_text(c), m.why);
+                  c->peer.rank, c->text, m.why);
         return;
     }
     *t->lease = (reader_lease){.held = true,
                                .lease_ms = m.lease_ms,
                                .first_region = m.first_region,
-                               .generation = connection_generation(c),
+                               .generation = c->generation,
                                .epoch = m.epoch};
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
@@ -143,10 +142,9 @@ fanin_status lease_round_begin(pull *p, fanin_error *error)
         if (!p->needed[i] || p->leases[i].held)
             continue;
         connection *c = client->peers[i].control;
-        uint64_t request = connection_next_request(c);
         turns[i] = (turn){.left = &left,
                           .lease = &p->leases[i],
-                          .begin = request,
+                          .begin = c->next_request,
                           .client = client,
                           .asked_ns = clock_ns(),
                           .error = FANIN_ERROR_INIT};
@@ -154,8 +152,8 @@ fanin_status lease_round_begin(pull *p, fanin_error *error)
         msg_begin m = {.step = p->announced[i].step,
                        .catalog_version = p->announced[i].version};
         snprintf(m.publication, sizeof m.publication, "%s", p->publication->name);
-        encode_begin(connection_out(c), request, &m);
-        connection_ask(c, request, on_begun, &turns[i]);
+        encode_begin(connection_out(c), c->next_request, &m);
+        connection_ask(c, on_begun, &turns[i]);
     }
     return run_round(client, turns, &left, p->at, TRACE_BEGIN, error);
 }
@@ -193,14 +191,14 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
         error_set(&t->error, FANIN_ERR_STALE, &place,
                   "rank %u at %s rewrote the weights while they were read "
                   "(it is at step %" PRIu64 " now)",
-                  connection_peer(c)->rank, connection_text(c), m.step);
+                  c->peer.rank, c->text, m.step);
     } else if (m.good && m.step < t->step) {
         error_place place = connection_place(c, "end");
         place.remedy = "use the same fanin release on both ends";
         error_set(&t->error, FANIN_ERR_PROTOCOL, &place,
                   "rank %u at %s says that step %" PRIu64
                   " stands, and is at step %" PRIu64,
-                  connection_peer(c)->rank, connection_text(c), t->step, m.step);
+                  c->peer.rank, c->text, t->step, m.step);
     }
     t->lease->held = t->keeps && t->error.status == FANIN_OK;
     turn_ended(t, c, TRACE_END, t->error.status);
@@ -232,14 +230,14 @@ static fanin_status check_confirms(const pull *p, fanin_error *error)
         if (!p->leases[i].held)
             return error_set(error, FANIN_ERR_STALE, &place,
                              "the lease of rank %u at %s has ended already",
-                             connection_peer(c)->rank, connection_text(c));
+                             c->peer.rank, c->text);
         place.remedy =
             "use the same fanin release on both ends, or pull without relays";
-        if (!(connection_peer(c)->features & FEATURE_RELAYS))
+        if (!(c->peer.features & FEATURE_RELAYS))
             return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
                              "rank %u at %s does not confirm what is read before the "
                              "end",
-                             connection_peer(c)->rank, connection_text(c));
+                             c->peer.rank, c->text);
     }
     return FANIN_OK;
 }

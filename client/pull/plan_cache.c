@@ -149,8 +149,8 @@ static fanin_status list_sources(const fanin_client *client, const publication *
     for (size_t i = 0; i < n; i++) {
         if (!use[i])
             continue;
-        plan->sources[plan->n_sources] = (plan_source){
-            connection_peer(client->peers[i].control)->rank, p->shards[i].boxes};
+        plan->sources[plan->n_sources] =
+            (plan_source){client->peers[i].control->peer.rank, p->shards[i].boxes};
         plan->peer_of[plan->n_sources++] = i;
     }
     return FANIN_OK;

@@ -237,8 +237,7 @@ static void note_lost(const pull *p)
         peer *of = &p->client->peers[i];
         const path_reader *path = path_taken(p->publication, i)->path;
         bool fails = why == FANIN_ERR_TRANSPORT && path && path->is_fallback;
-        if ((lost || fails) &&
-            strcmp(p->why.address, connection_text(of->control)) == 0)
+        if ((lost || fails) && strcmp(p->why.address, of->control->text) == 0)
             of->lost_ns = clock_ns();
     }
 }

@@ -122,12 +122,11 @@ static fanin_status look_at_ranks(fanin_session *s, fanin_error *error)
         if (!s->pull.needed[i])
             continue;
         if (!peer_ready(&client->peers[i]))
-            return error_copy(error, connection_fault(c));
-        if (now - connection_heard_ns(c) < SILENT_NS)
+            return error_copy(error, &c->fault);
+        if (now - c->heard_ns < SILENT_NS)
             continue;
-        uint64_t request = connection_next_request(c);
-        encode_empty(connection_out(c), request, MSG_PING);
-        connection_ask(c, request, NULL, NULL); /* it is told, and not waited for */
+        encode_empty(connection_out(c), c->next_request, MSG_PING);
+        connection_ask(c, NULL, NULL); /* it is told, and not waited for */
     }
     return status;
 }

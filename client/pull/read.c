@@ -103,9 +103,9 @@ static const fanin_rank_progress *describe_progress(rank_watch *w, size_t source
         return NULL;
     w->ranks[source] =
         (fanin_rank_progress){.struct_size = sizeof(fanin_rank_progress),
-                              .rank = (int32_t)connection_peer(c)->rank,
+                              .rank = (int32_t)c->peer.rank,
                               .path = path ? path->number : FANIN_PATH_AUTO,
-                              .address = connection_text(c),
+                              .address = c->text,
                               .bytes_done = done < total ? done : total,
                               .bytes_total = total,
                               .quiet_ms = since ? (now - since) / MS : 0};
@@ -250,8 +250,8 @@ static fanin_status check_sources(const phase *w, bool *all, fanin_error *error)
         bool done = false;
         if (!r->plan->reader_of[i])
             continue;
-        if (connection_get_state(c) != CONNECTION_READY)
-            return error_copy(error, connection_fault(c));
+        if (c->state != CONNECTION_READY)
+            return error_copy(error, &c->fault);
         fanin_status status =
             r->plan->reader_of[i]->check(reading_of(w, i), i, &done, error);
         if (status != FANIN_OK)

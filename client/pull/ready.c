@@ -15,7 +15,7 @@
 static fanin_status blame_connection(const connection *c, const char *key,
                                      fanin_error *error)
 {
-    const fanin_error *fault = connection_fault(c);
+    const fanin_error *fault = &c->fault;
     error_place place = connection_place(c, "connect");
     place.key = key;
     place.remedy = fault->remedy;
@@ -77,7 +77,7 @@ static fanin_status blame_silent(pull *p, fanin_error *error)
     fanin_client *client = p->client;
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
-        if (connection_get_state(c) != CONNECTION_READY)
+        if (c->state != CONNECTION_READY)
             connection_give_up(c);
         p->use[i] = peer_ready(&client->peers[i]) && tables_at_hand(p->publication, i);
     }
@@ -283,7 +283,7 @@ static void identify_ranks(pull *p)
         p->ranks[i].has_step = p->use[i];
         if (!p->use[i])
             continue;
-        const msg_hello_ok *rank = connection_peer(p->client->peers[i].control);
+        const msg_hello_ok *rank = &p->client->peers[i].control->peer;
         p->ranks[i].rank = rank->rank;
         memcpy(p->ranks[i].incarnation, rank->incarnation,
                sizeof p->ranks[i].incarnation);
@@ -299,8 +299,7 @@ static void identify_content(pull *p)
     for (size_t i = 0; i < p->client->n_peers; i++) {
         if (!p->use[i])
             continue;
-        memcpy(p->identity.world_id,
-               connection_peer(p->client->peers[i].control)->world_id,
+        memcpy(p->identity.world_id, p->client->peers[i].control->peer.world_id,
                sizeof p->identity.world_id);
         p->identity.step = p->announced[i].step;
         break;

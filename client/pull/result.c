@@ -95,11 +95,11 @@ static json_t *describe_rank(const peer *p, const path_state *taken, const serve
 {
     return json_pack(
         "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i,s:o}", "rank",
-        connection_known(p->control) ? (int)connection_peer(p->control)->rank : -1,
-        "address", connection_text(p->control), "path",
-        s->used ? taken->path->name : "none", "reason", taken->reason, "bytes",
-        (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
-        (json_int_t)s->read_ns, "connections", (int)s->connections, "checksums",
+        p->control->known ? (int)p->control->peer.rank : -1, "address",
+        p->control->text, "path", s->used ? taken->path->name : "none", "reason",
+        taken->reason, "bytes", (json_int_t)s->bytes, "reads", (json_int_t)s->reads,
+        "read_ns", (json_int_t)s->read_ns, "connections", (int)s->connections,
+        "checksums",
         guard_json(s->used ? guard_of(p, taken->path) : FANIN_CHECKSUMS_NONE));
 }
 

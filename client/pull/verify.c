@@ -173,7 +173,7 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
     return error_set(error, FANIN_ERR_TRANSPORT, &place,
                      "rank %u at %s holds other bytes of %.200s than those that have "
                      "landed, by path %s",
-                     connection_peer(c)->rank, connection_text(c), name,
+                     c->peer.rank, c->text, name,
                      path_taken(v->p->publication, q->peer)->path->name);
 }
 
@@ -218,8 +218,8 @@ static fanin_status cannot(const connection *c, fanin_error *error)
     error_place place = connection_place(c, "verify");
     place.remedy = "use the same fanin release on both ends, or do not verify";
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                     "rank %u at %s does not digest what it serves",
-                     connection_peer(c)->rank, connection_text(c));
+                     "rank %u at %s does not digest what it serves", c->peer.rank,
+                     c->text);
 }
 
 static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
@@ -235,7 +235,7 @@ static fanin_status start_inquiry(verifier *v, inquiry *q, fanin_error *error)
                             .error = FANIN_ERROR_INIT};
     if (q->work.pieces->n_pieces == 0)
         return FANIN_OK;
-    if (!(connection_peer(q->control)->features & FEATURE_DIGESTS)) {
+    if (!(q->control->peer.features & FEATURE_DIGESTS)) {
         p->state = PULL_FAILED;
         return cannot(q->control, error);
     }
@@ -272,8 +272,8 @@ static fanin_status look_at_inquiries(const verifier *v, bool *done, deadline *w
         stream_link_look(q->link, &v->share, wake);
         if (q->work.failed)
             return error_copy(error, &q->work.error);
-        if (connection_get_state(c) != CONNECTION_READY)
-            return error_copy(error, connection_fault(c));
+        if (c->state != CONNECTION_READY)
+            return error_copy(error, &c->fault);
         *done = *done && q->work.done_requests == q->list.n_requests;
         stream_link_pump(q->link, &v->share);
     }

@@ -178,7 +178,7 @@ static unsigned most_connections(const fanin_client *client, bool ciphered_here)
 static unsigned connections_for(const fanin_client *client, size_t peer,
                                 unsigned threads)
 {
-    bool here = connection_is_local(client->peers[peer].control);
+    bool here = client->peers[peer].control->local;
     return client->config.streams_per_rank == 0 && here
                ? threads
                : most_connections(client, false);
@@ -189,7 +189,7 @@ static bool is_ciphered_here(const path_reading *r)
 {
     for (size_t i = 0; i < r->plan->n_sources; i++) {
         const connection *c = r->client->peers[r->plan->peer_of[i]].control;
-        if (bytes_of_works(r, i) > 0 && connection_tls(c) && connection_is_local(c))
+        if (bytes_of_works(r, i) > 0 && connection_tls(c) && c->local)
             return true;
     }
     return false;
@@ -484,8 +484,8 @@ static fanin_status look_at_links(const stream_reading *s, bool *some, bool *don
             continue;
         if (source->work.failed)
             return error_copy(error, &source->work.error);
-        if (connection_get_state(c) != CONNECTION_READY)
-            return error_copy(error, connection_fault(c));
+        if (c->state != CONNECTION_READY)
+            return error_copy(error, &c->fault);
         *some = *some && source->work.made > 0;
         *done = *done && is_done(source);
     }
@@ -553,10 +553,10 @@ fanin_status stream_connect(const path_reading *r, bool all, deadline at,
 
 static fanin_checksums guard(const connection *c)
 {
-    if (connection_is_unix(c))
+    if (c->is_unix)
         return FANIN_CHECKSUMS_LOCAL;
-    return connection_is_sealed(c) || connection_tls(c) ? FANIN_CHECKSUMS_ALL
-                                                        : FANIN_CHECKSUMS_NONE;
+    return c->in.sealed || connection_tls(c) ? FANIN_CHECKSUMS_ALL
+                                             : FANIN_CHECKSUMS_NONE;
 }
 
 const path_reader stream_reader = {

@@ -50,8 +50,7 @@ static fanin_status open_data_connection(const stream_link *link, data_connectio
     if (link->sealed && !(d->sum = checksum_create()))
         return error_set_memory(error);
     int fd;
-    fanin_status status =
-        socket_connect_start(connection_address(link->control), &fd, error);
+    fanin_status status = socket_connect_start(&link->control->in_use, &fd, error);
     if (status != FANIN_OK)
         return status;
     d->source.fd = fd;
@@ -77,8 +76,8 @@ static void free_data(data_connection **d)
 fanin_status stream_link_widen(stream_link *link, unsigned count, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
-    if (link->n < count && connection_get_state(link->control) != CONNECTION_READY)
-        return error_copy(error, connection_fault(link->control));
+    if (link->n < count && link->control->state != CONNECTION_READY)
+        return error_copy(error, &link->control->fault);
     while (link->n < count && status == FANIN_OK) {
         data_connection *d = link->connections[link->n] = calloc(1, sizeof *d);
         if (!d)
@@ -106,9 +105,9 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
     link->client = client;
     link->control = control;
     link->end = connection_tls(control);
-    link->sealed = connection_is_sealed(control);
-    bool by_name = connection_address(control)->storage.ss_family == AF_UNIX;
-    link->reads = connection_is_local(control) && !by_name ? LOCAL_READS : QUEUE;
+    link->sealed = control->in.sealed;
+    bool by_name = control->in_use.storage.ss_family == AF_UNIX;
+    link->reads = control->local && !by_name ? LOCAL_READS : QUEUE;
     fanin_status status = stream_link_widen(link, count, error);
     if (status != FANIN_OK)
         stream_link_destroy(&link);
@@ -242,8 +241,8 @@ static void fail_work(const stream_link *link, fanin_status status, int sys_errn
     if (!w || w->failed)
         return;
     error_place place = connection_place(link->control, "read");
-    uint32_t rank = connection_peer(link->control)->rank;
-    const char *text = connection_text(link->control);
+    uint32_t rank = link->control->peer.rank;
+    const char *text = link->control->text;
     place.sys_errno = sys_errno;
     if (remedy && remedy[0])
         place.remedy = remedy;
@@ -590,7 +589,7 @@ static void take_digests(data_connection *d, body *b)
 
 static bool is_unix(const data_connection *d)
 {
-    return connection_address(d->link->control)->storage.ss_family == AF_UNIX;
+    return d->link->control->in_use.storage.ss_family == AF_UNIX;
 }
 
 /* Without TLS: nobody else has come to the rank's address. False: it is lost. */
@@ -619,7 +618,7 @@ static bool is_link_proven(data_connection *d, const msg_hello_ok *said)
 /* It is the rank of the control connection. False: it is not, and is lost. */
 static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
 {
-    msg_hello_ok rank = *connection_peer(d->link->control);
+    msg_hello_ok rank = *&d->link->control->peer;
     if (memcmp(hello->incarnation, rank.incarnation, sizeof rank.incarnation) != 0) {
         data_lose(d, FANIN_ERR_CLOSED, 0, "has another server at its address now");
         return false;
@@ -763,7 +762,7 @@ static bool is_link_secured(data_connection *d)
         data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be secured: out of memory");
         return false;
     }
-    if (connection_peer(d->link->control)->relay)
+    if (d->link->control->peer.relay)
         tls_expect_relay(d->tls);
     tls_step step = tls_handshake(d->tls);
     if (step == TLS_WAIT) {

@@ -77,8 +77,7 @@ static void work_fail(const one_sided *o, one_sided_work *w, const char *what)
     w->failed = true;
     w->error = (fanin_error)FANIN_ERROR_INIT;
     error_set(&w->error, FANIN_ERR_TRANSPORT, &place,
-              "reading from rank %u at %s by rdma: %s", w->rank, connection_text(c),
-              what);
+              "reading from rank %u at %s by rdma: %s", w->rank, c->text, what);
 }
 
 /* A device, or the driver, has failed. */
@@ -603,7 +602,7 @@ static void account(const void *reading, size_t source, served *out)
 /* What its transport checks is not known. */
 static fanin_checksums guard(const connection *c)
 {
-    return connection_is_unix(c) ? FANIN_CHECKSUMS_LOCAL : FANIN_CHECKSUMS_NONE;
+    return c->is_unix ? FANIN_CHECKSUMS_LOCAL : FANIN_CHECKSUMS_NONE;
 }
 
 static void ucx_disconnect(fanin_client *client)

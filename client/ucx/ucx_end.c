@@ -409,7 +409,7 @@ static fanin_status find_objection(path_round *r, size_t peer, void *cookie,
                                    fanin_error *why)
 {
     const connection *c = r->client->peers[peer].control;
-    const msg_hello_ok *hello = connection_peer(c);
+    const msg_hello_ok *hello = &c->peer;
     const ucx_end *end = r->client->one_sided;
     const char *plain = NULL;
     (void)cookie;
@@ -421,7 +421,7 @@ static fanin_status find_objection(path_round *r, size_t peer, void *cookie,
         return error_set(why, FANIN_ERR_UNSUPPORTED, NULL,
                          "UCX %s here and %s there cannot talk to each other",
                          ucx_version(end->ucx), hello->ucx_version);
-    if (!connection_is_unix(c) && !connection_tls(c))
+    if (!c->is_unix && !connection_tls(c))
         plain = "nobody proves who is at the other end of this connection: rdma needs "
                 "the launch's secret, or certificates";
     else if (!path_is_offered(r->client, peer, &ucx_reader))

@@ -107,7 +107,7 @@ CASE(amid_its_handshake)
     await_hello_of_tls();
     rank_proxy_cut(&s.proxy, CONTROL);
     deadline at = deadline_in_ms(CALL_MS);
-    while (connection_get_state(s.control) != CONNECTION_DOWN)
+    while (s.control->state != CONNECTION_DOWN)
         turn(at);
     let_it_shake_hands();
     expect_an_answer_by_tls();

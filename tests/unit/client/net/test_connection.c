@@ -73,8 +73,7 @@ static int tear_down(void **state)
 static connection_state settle(scene *s)
 {
     connection_state at;
-    while ((at = connection_get_state(s->c)) != CONNECTION_READY &&
-           at != CONNECTION_DOWN)
+    while ((at = s->c->state) != CONNECTION_READY && at != CONNECTION_DOWN)
         loop_step(&s->loop, connection_tick(s->c));
     return at;
 }
@@ -97,10 +96,9 @@ static void on_reply(void *cookie, connection *c, message_type type, body *b);
 
 static uint64_t ping(scene *s, heard *h)
 {
-    uint64_t request = connection_next_request(s->c);
-    encode_empty(connection_out(s->c), request, MSG_PING);
-    connection_ask(s->c, request, on_reply, h);
-    return request;
+    encode_empty(connection_out(s->c), s->c->next_request, MSG_PING);
+    connection_ask(s->c, on_reply, h);
+    return s->c->next_request - 1;
 }
 
 static void on_reply(void *cookie, connection *c, message_type type, body *b)
@@ -113,9 +111,8 @@ static void on_reply(void *cookie, connection *c, message_type type, body *b)
     if (type == 0 || h->again == 0)
         return;
     h->again--;
-    uint64_t request = connection_next_request(c);
-    encode_empty(connection_out(c), request, MSG_PING);
-    connection_ask(c, request, on_reply, h);
+    encode_empty(connection_out(c), c->next_request, MSG_PING);
+    connection_ask(c, on_reply, h);
 }
 
 static void run_until(scene *s, const unsigned *count, unsigned wanted)
@@ -126,8 +123,8 @@ static void run_until(scene *s, const unsigned *count, unsigned wanted)
 
 static void assert_down(const scene *s, fanin_status status, const char *words)
 {
-    const fanin_error *fault = connection_fault(s->c);
-    assert_int_equal(connection_get_state(s->c), CONNECTION_DOWN);
+    const fanin_error *fault = &s->c->fault;
+    assert_int_equal(s->c->state, CONNECTION_DOWN);
     assert_string_equal(fault->address, "trainer:6003");
     if (fault->status != status || !strstr(fault->message, words))
         fail_msg("%s: \"%s\", not \"%s\"", fanin_status_name(fault->status),
@@ -150,14 +147,14 @@ CASE(on_this_host_it_is_a_unix_socket)
 {
     scene *s = *state;
     s->rank.answer = note_hello;
-    assert_false(connection_known(s->c));
-    assert_int_equal(connection_fault(s->c)->status, FANIN_ERR_UNREACHABLE);
+    assert_false(s->c->known);
+    assert_int_equal(s->c->fault.status, FANIN_ERR_UNREACHABLE);
     assert_int_equal(open_it(s), CONNECTION_READY);
-    assert_true(connection_is_unix(s->c) && connection_is_local(s->c));
-    assert_false(connection_is_sealed(s->c));
-    assert_true(connection_known(s->c));
-    assert_int_equal(connection_peer(s->c)->rank, 3);
-    assert_int_equal(connection_generation(s->c), 1);
+    assert_true(s->c->is_unix && s->c->local);
+    assert_false(s->c->in.sealed);
+    assert_true(s->c->known);
+    assert_int_equal(s->c->peer.rank, 3);
+    assert_int_equal(s->c->generation, 1);
     assert_int_equal(greeted_with.role, ROLE_CONTROL);
     assert_memory_equal(greeted_with.id, s->shared.client_id, 16);
     assert_false(greeted_with.features & FEATURE_SEALS);
@@ -168,8 +165,8 @@ CASE(over_tcp_frames_are_sealed)
     scene *s = *state;
     heard h = {.again = 2};
     assert_int_equal(open_tcp(s), CONNECTION_READY);
-    assert_false(connection_is_unix(s->c));
-    assert_true(connection_is_sealed(s->c));
+    assert_false(s->c->is_unix);
+    assert_true(s->c->in.sealed);
     ping(s, &h);
     run_until(s, &h.replies, 3);
     assert_int_equal(h.last, MSG_PONG);
@@ -181,7 +178,7 @@ CASE(who_knows_no_seals_gets_none)
     heard h = {0};
     s->rank.hello.features = 0;
     assert_int_equal(open_tcp(s), CONNECTION_READY);
-    assert_false(connection_is_sealed(s->c));
+    assert_false(s->c->in.sealed);
     ping(s, &h);
     run_until(s, &h.replies, 1);
     assert_int_equal(h.last, MSG_PONG);
@@ -194,7 +191,7 @@ CASE(a_taken_name_is_left)
     strcpy(s->rank.hello.address, "127.0.0.1:1");
     stub_time_hold(true);
     assert_int_equal(open_it(s), CONNECTION_READY);
-    assert_false(connection_is_unix(s->c));
+    assert_false(s->c->is_unix);
     assert_int_equal(s->rank.asked[MSG_HELLO], 2);
 }
 
@@ -209,8 +206,8 @@ CASE(nobody_listens)
     stub_time_hold(true);
     assert_int_equal(open_it(s), CONNECTION_DOWN);
     assert_down(s, FANIN_ERR_UNREACHABLE, "cannot be reached");
-    assert_int_equal(connection_fault(s->c)->sys_errno, ECONNREFUSED);
-    assert_false(connection_was_silent(s->c));
+    assert_int_equal(s->c->fault.sys_errno, ECONNREFUSED);
+    assert_false(s->c->silent);
 }
 
 /* ---------------------------------------------------------------- odd frames */
@@ -304,7 +301,7 @@ CASE(without_descriptors_the_limit_is_the_remedy)
     connection_start(s->c);
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
     assert_down(s, FANIN_ERR_UNREACHABLE, "cannot make a socket");
-    assert_non_null(strstr(connection_fault(s->c)->remedy, "ulimit -n"));
+    assert_non_null(strstr(s->c->fault.remedy, "ulimit -n"));
 }
 
 static struct rlimit all_files;
@@ -327,7 +324,7 @@ CASE(who_cannot_be_looked_at_is_no_stranger)
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &all_files), 0);
     assert_int_equal(at, CONNECTION_DOWN);
     assert_down(s, FANIN_ERR_UNREACHABLE, "Too many open files");
-    assert_non_null(strstr(connection_fault(s->c)->remedy, "ulimit -n"));
+    assert_non_null(strstr(s->c->fault.remedy, "ulimit -n"));
     s->rank.answer = stub_answer;
     assert_int_equal(open_it(s), CONNECTION_READY);
 }
@@ -354,32 +351,32 @@ CASE(a_greeting_must_be_one)
         odd = cases[i].is;
         assert_int_equal(open_it(s), CONNECTION_DOWN);
         assert_down(s, cases[i].status, cases[i].words);
-        assert_int_equal(connection_was_silent(s->c), odd == IS_NOTHING);
+        assert_int_equal(s->c->silent, odd == IS_NOTHING);
         s->rank.hello = hello;
     }
-    assert_false(connection_known(s->c));
+    assert_false(s->c->known);
     s->rank.answer = stub_answer;
     assert_int_equal(open_it(s), CONNECTION_READY);
-    assert_false(connection_was_silent(s->c));
+    assert_false(s->c->silent);
 }
 
 /* All who wait are told, and the next connection is a good one. */
 static void answer_with(scene *s, const odd_case *o)
 {
     heard first = {0}, second = {0};
-    uint64_t generation = connection_generation(s->c);
+    uint64_t generation = s->c->generation;
     s->rank.answer = answer_oddly;
     odd = o->is;
     odd_type = MSG_PING;
     assert_int_equal(open_it(s), CONNECTION_READY);
-    assert_int_equal(connection_generation(s->c), generation + 1);
+    assert_int_equal(s->c->generation, generation + 1);
     ping(s, &first);
     ping(s, &second);
     run_until(s, &second.lost, 1);
     assert_int_equal(first.lost, 1);
     assert_int_equal(first.replies + second.replies, 0);
     assert_down(s, o->status, o->words);
-    assert_int_equal(connection_fault(s->c)->rank, 3);
+    assert_int_equal(s->c->fault.rank, 3);
 }
 
 CASE(an_answer_must_be_one)
@@ -422,7 +419,7 @@ CASE(an_error_is_of_its_request)
     ping(s, &h);
     run_until(s, &h.replies, 1);
     assert_int_equal(h.last, MSG_ERROR);
-    assert_int_equal(connection_get_state(s->c), CONNECTION_READY);
+    assert_int_equal(s->c->state, CONNECTION_READY);
 }
 
 /* ----------------------------------------------------------------- requests */
@@ -491,14 +488,14 @@ CASE(a_kept_request_has_many_answers)
     s->rank.answer = say_nothing;
     assert_int_equal(open_it(s), CONNECTION_READY);
     uint64_t request = ping(s, &h);
-    connection_keep(s->c, request);
+    connection_keep(s->c, &h);
     assert_false(connection_owes(s->c)); /* it may come, or not */
     for (int i = 0; i < 3; i++)
         encode_event(&events, request, &(msg_event){.publication = "x"});
     send_bytes(s, &events, 0, events.size);
     run_until(s, &h.replies, 3);
     assert_int_equal(h.last, MSG_EVENT);
-    connection_fail(s->c, connection_fault(s->c));
+    connection_fail(s->c, &s->c->fault);
     assert_int_equal(h.lost, 1);
     buffer_free(&events);
 }
@@ -537,7 +534,7 @@ CASE(a_send_that_fails_ends_the_connection)
         refused_send = reasons[i];
         ping(s, &second);
         assert_down(s, FANIN_ERR_CLOSED, "rank 3 at trainer:6003 could not be sent");
-        assert_int_equal(connection_fault(s->c)->sys_errno, reasons[i]);
+        assert_int_equal(s->c->fault.sys_errno, reasons[i]);
         assert_int_equal(first.lost, 1);
         assert_int_equal(second.lost, 1);
     }
@@ -552,7 +549,7 @@ CASE(a_closed_end_is_told_by_reading)
     assert_int_equal(open_it(s), CONNECTION_READY);
     refused_send = EPIPE;
     ping(s, &h);
-    assert_int_equal(connection_get_state(s->c), CONNECTION_READY);
+    assert_int_equal(s->c->state, CONNECTION_READY);
     stub_rank_hang_up(&s->rank);
     run_until(s, &h.lost, 1);
     assert_down(s, FANIN_ERR_CLOSED, "closed the connection");
@@ -577,7 +574,7 @@ CASE(data_connections_greet_alike)
         assert_int_equal(in.hello, sealed ? out.size : 0);
         buffer_free(&out);
         framing_free(&in);
-        connection_fail(s->c, connection_fault(s->c));
+        connection_fail(s->c, &s->c->fault);
     }
 }
 
@@ -600,17 +597,16 @@ CASE(who_owes_an_answer_is_asked_for_a_sign)
     odd = IS_NOTHING;
     s->rank.answer = answer_oddly;
     assert_int_equal(open_it(s), CONNECTION_READY);
-    uint64_t request = connection_next_request(s->c);
-    encode_list(connection_out(s->c), request, NULL);
-    connection_ask(s->c, request, on_reply, &h);
+    encode_list(connection_out(s->c), s->c->next_request, NULL);
+    connection_ask(s->c, on_reply, &h);
     wait_ms(s, 3 * LOST_MS);
-    assert_int_equal(connection_get_state(s->c), CONNECTION_READY);
+    assert_int_equal(s->c->state, CONNECTION_READY);
     assert_in_range(s->rank.asked[MSG_PING], 3, 7); /* one each half of the time */
     assert_int_equal(h.replies + h.lost, 0);
     s->rank.answer = say_nothing;
     wait_ms(s, LOST_MS);
     assert_down(s, FANIN_ERR_UNREACHABLE, "owes an answer and fell silent");
-    assert_true(connection_was_silent(s->c));
+    assert_true(s->c->silent);
     assert_int_equal(h.lost, 1);
 }
 
@@ -621,11 +617,11 @@ CASE(who_owes_nothing_may_be_silent)
     assert_int_equal(open_it(s), CONNECTION_READY);
     stub_time_pass_ms(10 * LOST_MS);
     assert_true(connection_tick(s->c) == UINT64_MAX);
-    assert_int_equal(connection_get_state(s->c), CONNECTION_READY);
+    assert_int_equal(s->c->state, CONNECTION_READY);
     connection_set_owing(s->c, true); /* from now on */
     assert_true(connection_owes(s->c));
     wait_ms(s, LOST_MS - 1);
-    assert_int_equal(connection_get_state(s->c), CONNECTION_READY);
+    assert_int_equal(s->c->state, CONNECTION_READY);
     assert_int_equal(s->rank.asked[MSG_PING], 1);
     wait_ms(s, 1);
     assert_down(s, FANIN_ERR_UNREACHABLE, "fell silent");
@@ -643,7 +639,7 @@ CASE(connecting_late_has_its_time_again)
     stub_time_pass_ms(2 * CONNECT_MS);
     connection_start(s->c);
     assert_int_equal(connection_tick(s->c), deadline_in_ms(CONNECT_MS));
-    assert_int_not_equal(connection_get_state(s->c), CONNECTION_DOWN);
+    assert_int_not_equal(s->c->state, CONNECTION_DOWN);
     wait_ms(s, CONNECT_MS);
     assert_down(s, FANIN_ERR_UNREACHABLE, "did not answer in time");
 }
@@ -656,13 +652,13 @@ CASE(a_new_life_is_another_generation)
     heard h = {0};
     assert_int_equal(open_it(s), CONNECTION_READY);
     stub_rank_hang_up(&s->rank);
-    while (connection_get_state(s->c) == CONNECTION_READY)
+    while (s->c->state == CONNECTION_READY)
         loop_step(&s->loop, deadline_in_ms(LOST_MS));
     assert_down(s, FANIN_ERR_CLOSED, "rank 3 at trainer:6003 closed the connection");
     s->rank.hello.rank = 5;
     assert_int_equal(open_it(s), CONNECTION_READY);
-    assert_int_equal(connection_generation(s->c), 2);
-    assert_int_equal(connection_peer(s->c)->rank, 5);
+    assert_int_equal(s->c->generation, 2);
+    assert_int_equal(s->c->peer.rank, 5);
     ping(s, &h);
     run_until(s, &h.replies, 1);
 }

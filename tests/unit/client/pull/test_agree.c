@@ -466,8 +466,8 @@ static fanin_status without(void *cookie, const bool *use, bool *vain,
     assert_in_range(culprit, 0, s.world.size - 1);
     const connection *c = s.world.client->peers[culprit].control;
     if (error)
-        *error = *connection_fault(c);
-    return connection_fault(c)->status;
+        *error = *&c->fault;
+    return c->fault.status;
 }
 
 CASE(a_wait_in_vain_ends)
