@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <jansson.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -116,38 +117,6 @@ bool adapter_layout_fits(const adapter_layout *l, const adapter_layout_key *key,
            strcmp(l->publication, publication) == 0;
 }
 
-/* Moves what is given, which is empty then, into l in place of what was there. A publication
-    whose name is too long is none: freed. */
-static void adapter_layout_put(adapter_layout *l, const adapter_layout_key *key,
-                               const char *publication, tensor_files *files,
-                               peft_config *config)
-{
-    clear_layout(l);
-    l->files = *files;
-    l->config = *config;
-    *files = (tensor_files){.files = NULL};
-    *config = (peft_config){.text = NULL};
-    size_t size = strlen(publication);
-    if (size >= sizeof l->publication) {
-        clear_layout(l);
-        return;
-    }
-    memcpy(l->publication, publication, size + 1);
-    l->key = *key;
-    l->there = true;
-}
-
-/* Moves it out; it is there. */
-static void adapter_layout_take(adapter_layout *l, tensor_files *files,
-                                peft_config *config)
-{
-    *files = l->files;
-    *config = l->config;
-    l->files = (tensor_files){.files = NULL};
-    l->config = (peft_config){.text = NULL};
-    l->there = false;
-}
-
 void adapter_layout_free(adapter_layout **l)
 {
     if (!*l)
@@ -201,20 +170,19 @@ static fanin_status find_place(const char *directory, adapter_place *out,
                             error);
 }
 
-fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
-                          void *cookie, const logger *log, adapter **out,
-                          fanin_error *error)
+fanin_status adapter_open(const adapter_terms *terms, adapter **out, fanin_error *error)
 {
     adapter *a = calloc(1, sizeof *a);
     if (!a)
         return error_set_memory(error);
     a->place.parent = a->lock = a->directory = a->old = a->replaced = -1;
-    a->at = at;
-    a->cancelled = cancelled;
-    a->cookie = cookie;
-    if (log)
-        a->log = *log;
-    fanin_status status = find_place(directory, &a->place, error);
+    a->terms = *terms;
+    if (terms->layout && !*terms->layout)
+        *terms->layout = calloc(1, sizeof **terms->layout);
+    if (terms->contents && !*terms->contents)
+        *terms->contents = calloc(1, sizeof **terms->contents);
+    a->kept = terms->layout ? *terms->layout : NULL;
+    fanin_status status = find_place(terms->directory, &a->place, error);
     if (status == FANIN_OK)
         status = adapter_check_parent(&a->place, error);
     if (status == FANIN_OK)
@@ -230,15 +198,16 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
 
 const char *adapter_kind(const adapter *a)
 {
-    return a->is_model ? "model" : "adapter";
+    return a->terms.is_model ? "model" : "adapter";
 }
 
 size_t adapter_texts(const adapter *a, adapter_text out[ADAPTER_TEXTS])
 {
     size_t n = 0;
     if (a->config.text)
-        out[n++] = (adapter_text){a->is_model ? MODEL_CONFIG_FILE : ADAPTER_CONFIG_FILE,
-                                  a->config.text, a->config.size};
+        out[n++] =
+            (adapter_text){a->terms.is_model ? MODEL_CONFIG_FILE : ADAPTER_CONFIG_FILE,
+                           a->config.text, a->config.size};
     if (a->files.index)
         out[n++] =
             (adapter_text){MODEL_INDEX_FILE, a->files.index, a->files.index_size};
@@ -249,50 +218,29 @@ static void forget_layout(adapter *a)
 {
     tensor_files_free(&a->files);
     peft_config_free(&a->config);
-    free(a->publication);
     a->publication = NULL;
     a->headed = false;
 }
 
-void adapter_keep_layout(adapter *a, adapter_layout **layout)
-{
-    if (!*layout)
-        *layout = calloc(1, sizeof **layout);
-    a->kept = *layout;
-}
-
-void adapter_compare_steps(adapter *a, step_contents **contents)
-{
-    if (!*contents)
-        *contents = calloc(1, sizeof **contents);
-    a->contents = *contents;
-}
-
+/* For the client's next adapter, in place of what was there. */
 static void keep_layout(adapter *a)
 {
-    if (a->kept && a->publication)
-        adapter_layout_put(a->kept, &a->key, a->publication, &a->files, &a->config);
+    adapter_layout *l = a->kept;
+    if (!l || !a->publication)
+        return;
+    clear_layout(l);
+    *l = (adapter_layout){
+        .there = true, .key = a->key, .files = a->files, .config = a->config};
+    snprintf(l->publication, sizeof l->publication, "%s", a->publication);
+    a->files = (tensor_files){.files = NULL};
+    a->config = (peft_config){.text = NULL};
 }
 
-void adapter_make_model(adapter *a, uint64_t max_file_bytes)
+static void take_layout(adapter *a)
 {
-    a->is_model = true;
-    a->max_file_bytes = max_file_bytes;
-}
-
-void adapter_convert(adapter *a, fanin_dtype dtype)
-{
-    a->dtype = dtype;
-}
-
-void adapter_trust_config(adapter *a)
-{
-    a->trust_config = true;
-}
-
-void adapter_offer_spare(adapter *a, spare_file **spare)
-{
-    a->spare = spare;
+    a->files = a->kept->files;
+    a->config = a->kept->config;
+    *a->kept = (adapter_layout){.there = false};
 }
 
 /* The tensors as they are written; entries are the caller's to free. */
@@ -324,8 +272,8 @@ static fanin_status make_adapter_config(adapter *a, const key_table *keys,
                                         const char *publication, fanin_error *error)
 {
     work_stop stop = {.fn = is_wait_over, .cookie = a};
-    fanin_status status = peft_config_make(keys, names, publication, a->trust_config,
-                                           &stop, &a->config, error);
+    fanin_status status = peft_config_make(
+        keys, names, publication, a->terms.trust_config, &stop, &a->config, error);
     fanin_status over = FANIN_OK;
     if (stop.stopped)
         over = adapter_may_go_on(a, "making the configuration of", error);
@@ -370,9 +318,9 @@ static fanin_status prepare_model(adapter *a, const key_table *written,
                                   fanin_error *error)
 {
     fanin_status status =
-        model_config_make(written, a->trust_config, &a->config, error);
+        model_config_make(written, a->terms.trust_config, &a->config, error);
     return status != FANIN_OK ? status
-                              : tensor_files_of_model(written, a->max_file_bytes,
+                              : tensor_files_of_model(written, a->terms.max_file_bytes,
                                                       (uint64_t)sysconf(_SC_PAGESIZE),
                                                       &a->files, error);
 }
@@ -383,13 +331,13 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
 {
     key_table written = {.entries = NULL};
     forget_layout(a);
-    a->key = (adapter_layout_key){keys->id, a->dtype, a->trust_config};
+    a->key = (adapter_layout_key){keys->id, a->terms.dtype, a->terms.trust_config};
     fanin_status status = FANIN_OK;
     if (adapter_layout_fits(a->kept, &a->key, publication))
-        adapter_layout_take(a->kept, &a->files, &a->config);
-    else if (!convert_keys(keys, a->dtype, &written))
+        take_layout(a);
+    else if (!convert_keys(keys, a->terms.dtype, &written))
         status = error_set_memory(error);
-    else if (a->is_model)
+    else if (a->terms.is_model)
         status = prepare_model(a, &written, error);
     else
         status = prepare_adapter(a, keys, &written, publication, error);
@@ -398,8 +346,7 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
         forget_layout(a);
         return status;
     }
-    if (a->kept)
-        a->publication = strdup(publication); /* NULL: it is not kept */
+    a->publication = publication;
     *to_of_key_out = a->files.to_of_key;
     *span_out = a->files.span;
     return FANIN_OK;

@@ -91,34 +91,39 @@ typedef struct adapter_identity {
     json_t *base; /**< what patches may be applied to later; NULL: not known */
 } adapter_identity;
 
+/** What is to be made, and who may break it off. What it points to stays until adapter_close(). */
+typedef struct adapter_terms {
+    const char *directory;
+    deadline at;
+    bool (*cancelled)(void *cookie); /**< NULL: it never is */
+    void *cookie;
+    logger log;
+    /** a model's: files of at most max_file_bytes of tensors each (0: 5 GB), an index if there are
+        several, config.json if the metadata have one */
+    bool is_model;
+    uint64_t max_file_bytes;
+    fanin_dtype dtype; /**< what F32 tensors are written as; 0: F32 */
+    bool trust_config; /**< the configuration keeps all fields of the trainer's */
+    /* What the client keeps of one directory for the next: NULL: nothing, else *it is made if it is
+       NULL. */
+    /** what the last adapter was laid out as, which adapter_prepare() takes if it fits, and
+        adapter_close() leaves its own; not a model's */
+    adapter_layout **layout;
+    /** what the last directories held: adapter_publish() warns (event "same-bytes") of a step that
+        has another step's bytes; to be freed by free() */
+    step_contents **contents;
+    spare_file **spare; /**< adapter_map() takes it if it fits; never made */
+} adapter_terms;
+
 /**
- * Takes the lock of @p directory (a lock file beside it, flock; removed when closed), waiting at
- * most until @p at for another process that makes the same directory; removes what dead
+ * Takes the lock of the directory (a lock file beside it, flock; removed when closed), waiting at
+ * most until terms->at for another process that makes the same directory; removes what dead
  * processes have left in the parent. Checks that the parent exists and can be written.
  * FANIN_ERR_TIMEOUT, FANIN_ERR_IO, FANIN_ERR_ARGUMENT, FANIN_ERR_EXISTS (the lock file may be
- * another user's), FANIN_ERR_CANCELLED (@p cancelled, may be NULL, becomes true).
+ * another user's), FANIN_ERR_CANCELLED.
  */
-fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
-                          void *cookie, const logger *log, adapter **out,
+fanin_status adapter_open(const adapter_terms *terms, adapter **out,
                           fanin_error *error);
-
-/** It is a model's: files of at most @p max_file_bytes of tensors each (0: 5 GB), an index if there
-    are several, config.json if the metadata have one. Before adapter_prepare(). */
-void adapter_make_model(adapter *a, uint64_t max_file_bytes);
-/** F32 tensors are written as @p dtype, 0: as F32. Before adapter_prepare(). */
-void adapter_convert(adapter *a, fanin_dtype dtype);
-/** The configuration keeps all fields of the trainer's. Before adapter_prepare(). */
-void adapter_trust_config(adapter *a);
-/** What the client's last adapter was laid out as, which adapter_prepare() takes if it fits;
-    adapter_close() leaves its own there. Not a model's. *layout is made if it is NULL. Before
-    adapter_prepare(). */
-void adapter_keep_layout(adapter *a, adapter_layout **layout);
-/** What the client's last directories held: adapter_publish() warns (event "same-bytes") of a step
-    that has another step's bytes. *contents is made if it is NULL, and freed by free(). Before
-    adapter_publish(). */
-void adapter_compare_steps(adapter *a, step_contents **contents);
-/** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
-void adapter_offer_spare(adapter *a, spare_file **spare);
 
 /**
  * Names, order, headers and offsets of the safetensors files and the text of the

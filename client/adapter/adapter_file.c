@@ -84,7 +84,7 @@ fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
     if (info.f_blocks < a->files.bytes / info.f_frsize)
         return full_disk(a, ENOSPC, error);
     uint64_t most = (uint64_t)info.f_blocks * info.f_frsize / 4;
-    if (max_bytes > 0 || a->is_model || a->files.bytes <= most ||
+    if (max_bytes > 0 || a->terms.is_model || a->files.bytes <= most ||
         info.f_bfree < a->files.bytes / info.f_frsize) /* adapter_map() says so */
         return FANIN_OK;
     return too_large(a, most, "a quarter of its file system", error);
@@ -166,7 +166,7 @@ static fanin_status map_tensor_file(adapter *a, size_t file, uint8_t *at,
     if (base == MAP_FAILED && errno != ENOMEM) {
         char reason[64];
         log_write(
-            &a->log, FANIN_LOG_INFO, "adapter-no-mmap",
+            &a->terms.log, FANIN_LOG_INFO, "adapter-no-mmap",
             "the filesystem of '%s' has no shared mappings (%s): writing from memory",
             a->place.directory, strerror_r(errno, reason, sizeof reason));
         m->anonymous = true;
@@ -212,9 +212,9 @@ static fanin_status map_all(adapter *a, fanin_error *error)
 static bool take_spare(adapter *a)
 {
     file_memory *memory = &a->mapped[0].memory;
-    if (!a->spare || a->n_mapped != 1 ||
-        !spare_file_fits(*a->spare, a->place.parent, mapped_size(a, 0)) ||
-        !spare_file_take(a->spare, memory))
+    if (!a->terms.spare || a->n_mapped != 1 ||
+        !spare_file_fits(*a->terms.spare, a->place.parent, mapped_size(a, 0)) ||
+        !spare_file_take(a->terms.spare, memory))
         return false;
     char self[40], reason[64];
     snprintf(self, sizeof self, "/proc/self/fd/%d", memory->file);
@@ -223,7 +223,7 @@ static bool take_spare(adapter *a)
         a->base = memory->base;
         return true;
     }
-    log_write(&a->log, FANIN_LOG_INFO, "spare-file",
+    log_write(&a->terms.log, FANIN_LOG_INFO, "spare-file",
               "the spare file cannot be used for '%s' (%s)", a->place.directory,
               strerror_r(errno, reason, sizeof reason));
     file_memory_release(memory);
@@ -260,7 +260,7 @@ static fanin_status start_digests(adapter *a, fanin_error *error)
     a->pool = piece_digests_pool(a->files.bytes);
     for (size_t i = 0; i < a->n_mapped && a->pool; i++) {
         mapped_file *m = &a->mapped[i];
-        bool write_out = a->is_model && !m->anonymous;
+        bool write_out = a->terms.is_model && !m->anonymous;
         m->digests = piece_digests_start(m->memory.base, m->memory.size, a->pool,
                                          write_out ? m->memory.file : -1);
         if (!m->digests)
@@ -404,7 +404,7 @@ void adapter_make_spare(adapter *a, spare_file **spare, gpu *g)
     stop_threads(a);
     spare_file_drop(spare);
     *spare = spare_file_start(a->place.parent, mapped_size(a, 0), g,
-                              &a->mapped[0].memory, &a->log);
+                              &a->mapped[0].memory, &a->terms.log);
 }
 
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length)
@@ -467,7 +467,7 @@ void adapter_discard(adapter *a)
         if (held >= 0)
             close(held);
     } else if (!adapter_remove_directory(a->place.parent, a->temporary, held))
-        log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",
+        log_write(&a->terms.log, FANIN_LOG_WARNING, "adapter-leftover",
                   "could not remove %s beside '%s'", a->temporary, a->place.directory);
     a->temporary[0] = '\0';
 }

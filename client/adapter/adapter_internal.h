@@ -62,23 +62,16 @@ enum { ADAPTER_TEXTS = 2 };
 struct adapter {
     adapter_place place;
     int lock;
-    deadline at;
-    bool (*cancelled)(void *);
-    void *cookie;
-    logger log;
+    adapter_terms terms;
 
     /* what is to be written */
-    bool is_model;
-    uint64_t max_file_bytes; /**< of a model's files of tensors; 0: the default */
-    fanin_dtype dtype;       /**< what F32 tensors arrive as; 0: F32 */
     tensor_files files;
-    bool trust_config;
-    peft_config config;      /**< text NULL: there is none */
-    adapter_layout *kept;    /**< the client's; NULL: nothing is kept */
-    adapter_layout_key key;  /**< of files and config */
-    char *publication;       /**< of them; NULL: they are not to be kept */
-    step_contents *contents; /**< the client's; NULL: nothing is compared */
-    bool headed;             /**< the files have their headers */
+    peft_config config;     /**< text NULL: there is none */
+    adapter_layout *kept;   /**< the client's; NULL: nothing is kept */
+    adapter_layout_key key; /**< of files and config */
+    const char
+        *publication; /**< of them, the caller's; NULL: they are not to be kept */
+    bool headed;      /**< the files have their headers */
 
     int replaced; /**< the directory in the place that is to be replaced, open; -1: none */
 
@@ -96,8 +89,6 @@ struct adapter {
     worker_pool *pool; /**< of digests */
     file_pages
         *pages; /**< of files that are made as bytes come; NULL: they are all there */
-    spare_file *
-        *spare; /**< where a file may be that was made beforehand; may be NULL */
 };
 
 /** "adapter" or "model", for messages. */

@@ -94,10 +94,10 @@ fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
 fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error *error)
 {
     error_place place = {.phase = "write"};
-    if (a->cancelled && a->cancelled(a->cookie))
+    if (a->terms.cancelled && a->terms.cancelled(a->terms.cookie))
         return error_set(error, FANIN_ERR_CANCELLED, &place, "cancelled while %s '%s'",
                          doing, a->place.directory);
-    if (deadline_passed(a->at))
+    if (deadline_passed(a->terms.at))
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "the deadline passed while %s '%s'", doing,
                          a->place.directory);
@@ -195,7 +195,7 @@ static fanin_status wait_for_lock(const adapter *a, int fd, fanin_error *error)
             adapter_may_go_on(a, "waiting for another process that makes", error);
         if (status != FANIN_OK)
             return status;
-        uint64_t left = deadline_left_ns(a->at);
+        uint64_t left = deadline_left_ns(a->terms.at);
         uint64_t ns = pause < left ? pause : left;
         struct timespec time = {.tv_nsec = (long)ns};
         nanosleep(&time, NULL);
@@ -497,11 +497,11 @@ static bool is_safe(int parent, char why_out[OWNERSHIP_TEXT])
 void adapter_remove_leftovers(const adapter *a)
 {
     char why[OWNERSHIP_TEXT];
-    sweep s = {.parent = a->place.parent, .own = a->place.name, .log = a->log};
+    sweep s = {.parent = a->place.parent, .own = a->place.name, .log = a->terms.log};
     if (is_safe(s.parent, why))
         sweep_run(&s);
     else
-        log_write(&a->log, FANIN_LOG_INFO, "adapter-leftover",
+        log_write(&a->terms.log, FANIN_LOG_INFO, "adapter-leftover",
                   "leftovers beside '%s' stay: the directory %s", a->place.directory,
                   why);
 }

@@ -158,7 +158,7 @@ static void keep_mode(const adapter *a)
     if (fstatat(a->place.parent, a->place.name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
         S_ISDIR(there.st_mode) && there.st_uid == geteuid() &&
         fchmod(a->directory, there.st_mode & 07777 & ~(mode_t)(S_IWGRP | S_IWOTH)) != 0)
-        log_write(&a->log, FANIN_LOG_WARNING, "adapter-mode",
+        log_write(&a->terms.log, FANIN_LOG_WARNING, "adapter-mode",
                   "the permissions of '%s' could not be kept", a->place.directory);
 }
 
@@ -212,7 +212,7 @@ static void remove_replaced(adapter *a)
     char reason[64];
     if (a->replaced >= 0 &&
         !adapter_remove_directory(a->place.parent, a->temporary, -1))
-        log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",
+        log_write(&a->terms.log, FANIN_LOG_WARNING, "adapter-leftover",
                   "could not remove %s beside '%s', which has replaced it (%s): files "
                   "in it that no pull has made stay there",
                   a->temporary, a->place.directory,
@@ -312,12 +312,12 @@ static void tell_same_bytes(const adapter *a, const adapter_identity *identity,
                             const identity_file *files, size_t count)
 {
     uint64_t first = 0;
+    step_contents *kept = a->terms.contents ? *a->terms.contents : NULL;
     unsigned steps =
-        a->contents ? step_contents_note(a->contents, identity, files, count, &first)
-                    : 1;
+        kept ? step_contents_note(kept, identity, files, count, &first) : 1;
     if (steps < 2 || (steps & (steps - 1)) != 0)
         return;
-    log_write(&a->log, FANIN_LOG_WARNING, "same-bytes",
+    log_write(&a->terms.log, FANIN_LOG_WARNING, "same-bytes",
               "%s step %" PRIu64 " has the very bytes of step %" PRIu64
               " (%u steps pulled with them): did the optimizer write into the tensors "
               "that are published? nixl-fetch diff --wait-step compares two steps",
@@ -360,7 +360,7 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
         tell_same_bytes(a, identity, files, count);
     free(files);
     if (status == FANIN_OK && a->config.dropped)
-        log_write(&a->log, FANIN_LOG_WARNING, "adapter-config",
+        log_write(&a->terms.log, FANIN_LOG_WARNING, "adapter-config",
                   "'%s' lacks fields of the trainer's configuration that may load code "
                   "or are not known: %s; a pull with trust_config keeps them",
                   a->place.directory, a->config.dropped);

@@ -451,7 +451,7 @@ static fanin_status check_files(adapter *a, int directory, const json_t *root,
     adapter_text texts[ADAPTER_TEXTS];
     size_t n = adapter_texts(a, texts);
     fanin_status status = FANIN_OK;
-    if (a->is_model)
+    if (a->terms.is_model)
         status = check_list(a, root, texts, n, error);
     for (size_t i = 0; i < n && status == FANIN_OK; i++)
         status = check_text(a, directory, root, &texts[i], error);
@@ -475,23 +475,6 @@ static fanin_status compare_with(adapter *a, int directory, const json_t *root,
     return status;
 }
 
-/* @p entry_out: the name of something in it, "" if it is empty. */
-static fanin_status first_entry(const adapter *a, int directory,
-                                char entry_out[NAME_MAX + 1], fanin_error *error)
-{
-    DIR *dir = adapter_list(directory);
-    if (!dir)
-        return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
-    entry_out[0] = '\0';
-    for (struct dirent *entry;
-         entry_out[0] == '\0' && (entry = readdir(dir)) != NULL;) {
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            snprintf(entry_out, NAME_MAX + 1, "%s", entry->d_name);
-    }
-    closedir(dir);
-    return FANIN_OK;
-}
-
 /* A config.json of somebody else's is none of ours, though a pull may make one. */
 static bool is_listed(const json_t *root, const char *name)
 {
@@ -500,22 +483,33 @@ static bool is_listed(const json_t *root, const char *name)
             json_object_get(json_object_get(root, "files"), name) != NULL);
 }
 
+/* @p entry_out: the name of something in it, "": there is nothing. @p unlisted: that @p root does
+   not tell of. */
+static fanin_status find_in_directory(const adapter *a, int directory,
+                                      const json_t *root, bool unlisted,
+                                      char entry_out[NAME_MAX + 1], fanin_error *error)
+{
+    DIR *dir = adapter_list(directory);
+    if (!dir)
+        return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
+    entry_out[0] = '\0';
+    for (struct dirent *one; entry_out[0] == '\0' && (one = readdir(dir)) != NULL;) {
+        if (strcmp(one->d_name, ".") != 0 && strcmp(one->d_name, "..") != 0 &&
+            !(unlisted && is_listed(root, one->d_name)))
+            snprintf(entry_out, NAME_MAX + 1, "%s", one->d_name);
+    }
+    closedir(dir);
+    return FANIN_OK;
+}
+
 /* FANIN_ERR_EXISTS: something in it was made by no pull. */
 static fanin_status check_makers(const adapter *a, int directory, const json_t *root,
                                  fanin_error *error)
 {
     char entry[NAME_MAX + 1] = "";
-    DIR *dir = adapter_list(directory);
-    if (!dir)
-        return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
-    for (struct dirent *one; entry[0] == '\0' && (one = readdir(dir)) != NULL;) {
-        if (strcmp(one->d_name, ".") != 0 && strcmp(one->d_name, "..") != 0 &&
-            !is_listed(root, one->d_name))
-            snprintf(entry, sizeof entry, "%s", one->d_name);
-    }
-    closedir(dir);
-    return entry[0] == '\0'
-               ? FANIN_OK
+    fanin_status status = find_in_directory(a, directory, root, true, entry, error);
+    return status != FANIN_OK || entry[0] == '\0'
+               ? status
                : refuse_existing(a, error,
                                  "cannot be replaced: '%.100s' in it was made by no "
                                  "pull",
@@ -570,7 +564,7 @@ static fanin_status replace_outlived(adapter *a, int directory, const json_t *ro
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = replace(a, directory, root, identity, &why);
     if (status == FANIN_OK)
-        log_write(&a->log, FANIN_LOG_WARNING, "started-again",
+        log_write(&a->terms.log, FANIN_LOG_WARNING, "started-again",
                   "'%s' holds step %" PRIu64 " of %s, but %s: it is pulled again",
                   a->place.directory, identity->step, identity->publication, since);
     else if (status == FANIN_ERR_EXISTS)
@@ -602,7 +596,7 @@ static fanin_status look_inside(adapter *a, int directory, const struct stat *in
                                 fanin_error *error)
 {
     char entry[NAME_MAX + 1] = "", why[OWNERSHIP_TEXT];
-    fanin_status status = first_entry(a, directory, entry, error);
+    fanin_status status = find_in_directory(a, directory, NULL, false, entry, error);
     if (status != FANIN_OK || entry[0] == '\0')
         return status;
     if (ownership_doubtful(info, why))

@@ -130,12 +130,12 @@ static fanin_status check_kind(const char *publication, const char *wrong,
                      "'%s' is not what this kind of directory is made of", publication);
 }
 
-/* Options, and the place that is locked; *at_out is the pull's deadline. @p model: the kind. */
+/* Options, and the place that is locked; terms->at is the pull's deadline. */
 static fanin_status open_place(fanin_client *client, const fanin_pull_options *options,
-                               bool model, const char *directory,
-                               fanin_pull_options *checked, deadline *at_out,
+                               adapter_terms *terms, fanin_pull_options *checked,
                                adapter **out, fanin_error *error)
 {
+    bool model = terms->is_model;
     fanin_status status = pull_check(client, options, checked, error);
     if (status == FANIN_OK)
         status =
@@ -145,11 +145,13 @@ static fanin_status open_place(fanin_client *client, const fanin_pull_options *o
                        error);
     if (status != FANIN_OK)
         return status;
-    if (!directory || !directory[0])
+    if (!terms->directory || !terms->directory[0])
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "no directory was given");
-    *at_out = deadline_in_ms(checked->timeout_ms);
-    return adapter_open(directory, *at_out, is_cancelled, client, &client->log, out,
-                        error);
+    terms->at = deadline_in_ms(checked->timeout_ms);
+    terms->dtype = checked->dtype;
+    terms->trust_config = checked->trust_config;
+    terms->max_file_bytes = checked->max_file_bytes;
+    return adapter_open(terms, out, error);
 }
 
 /* Into a place that is locked; a->adapter is closed. */
@@ -176,9 +178,6 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
                                 .seed = a->seed};
     a->publication = options->publication;
     a->max_bytes = options->max_bytes;
-    adapter_convert(a->adapter, options->dtype);
-    if (options->trust_config)
-        adapter_trust_config(a->adapter);
     uint64_t left_ms = deadline_left_ns(at) / 1000000;
     options->timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;
     fanin_status status = pull_run(client, options, &a->for_pull, result_out, error);
@@ -236,26 +235,28 @@ static fanin_status open_and_pull(fanin_client *client,
                                   fanin_error *error)
 {
     fanin_pull_options checked;
-    deadline at = 0;
     adapter_destination a = {.adapter = NULL};
+    adapter_terms terms = {.directory = directory,
+                           .cancelled = is_cancelled,
+                           .cookie = client,
+                           .log = client->log,
+                           .is_model = model,
+                           .layout = model ? NULL : &client->layout,
+                           .contents = &client->contents,
+                           .spare = model ? NULL : &client->spare};
     fanin_status status =
-        open_place(client, options, model, directory, &checked, &at, &a.adapter, error);
+        open_place(client, options, &terms, &checked, &a.adapter, error);
     if (status != FANIN_OK)
         return status;
-    adapter_compare_steps(a.adapter, &client->contents);
     if (model) {
         checked.spare_file = false;
         a.file_bytes =
             checked.max_file_bytes ? checked.max_file_bytes : MODEL_FILE_BYTES;
-        adapter_make_model(a.adapter, a.file_bytes);
         if (checked.delta_from)
             status = begin_with_older(&a, &checked, error);
-    } else {
-        adapter_offer_spare(a.adapter, &client->spare);
-        adapter_keep_layout(a.adapter, &client->layout);
     }
     if (status == FANIN_OK)
-        status = pull_into(client, &checked, at, &a, result_out, error);
+        status = pull_into(client, &checked, terms.at, &a, result_out, error);
     else
         adapter_close(&a.adapter);
     delta_base_release(a.base);

@@ -143,8 +143,9 @@ static fanin_status write_it(const job *j, const char *directory, fanin_error *e
     const uint64_t *to;
     uint64_t size;
     uint8_t *base;
-    fanin_status status =
-        adapter_open(directory, deadline_in_ms(60000), NULL, NULL, NULL, &a, error);
+    fanin_status status = adapter_open(
+        &(adapter_terms){.directory = directory, .at = deadline_in_ms(60000)}, &a,
+        error);
     if (!status)
         status = adapter_prepare(a, j->keys, publication, &to, &size, error);
     if (!status)

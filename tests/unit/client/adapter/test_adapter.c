@@ -157,7 +157,9 @@ static adapter *open_at(const char *directory)
 {
     adapter *a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
-    if (adapter_open(directory, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error))
+    if (adapter_open(
+            &(adapter_terms){.directory = directory, .at = deadline_in_ms(10000)}, &a,
+            &error))
         fail_msg("%s", error.message);
     return a;
 }
@@ -638,9 +640,10 @@ CASE(a_parent_of_others_is_refused_before_anything_is_made)
     fanin_error error = FANIN_ERROR_INIT;
     for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
         assert_int_equal(chmod(root, modes[i]), 0);
-        assert_int_equal(
-            adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error),
-            FANIN_ERR_EXISTS);
+        assert_int_equal(adapter_open(&(adapter_terms){.directory = place,
+                                                       .at = deadline_in_ms(10000)},
+                                      &a, &error),
+                         FANIN_ERR_EXISTS);
         assert_null(a);
         assert_non_null(strstr(error.message, "the directory that it lies in may be "
                                               "written by other users"));
@@ -733,8 +736,8 @@ static int refused_under(mode_t mask)
     umask(mask);
     a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_status status =
-        adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error);
+    fanin_status status = adapter_open(
+        &(adapter_terms){.directory = place, .at = deadline_in_ms(10000)}, &a, &error);
     if (!status)
         status = write_it(a, 1, &error);
     adapter_close(&a);
@@ -812,8 +815,10 @@ CASE(a_lock_of_another_user_is_not_waited_for)
             other_user = 4321;
         }
         /* Without a deadline: it must not even begin to wait. */
-        assert_int_equal(adapter_open(place, UINT64_MAX, NULL, NULL, NULL, &a, &error),
-                         FANIN_ERR_EXISTS);
+        assert_int_equal(
+            adapter_open(&(adapter_terms){.directory = place, .at = UINT64_MAX}, &a,
+                         &error),
+            FANIN_ERR_EXISTS);
         other_user = 0;
         assert_null(a);
         if (!strstr(error.message, why[i]) ||
@@ -848,9 +853,10 @@ CASE(bad_places_are_refused)
                                  "a/..", "/tmp/.", path, NULL};
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         fanin_error error = FANIN_ERROR_INIT;
-        assert_int_equal(
-            adapter_open(wrong[i], deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
-            FANIN_ERR_ARGUMENT);
+        assert_int_equal(adapter_open(&(adapter_terms){.directory = wrong[i],
+                                                       .at = deadline_in_ms(100)},
+                                      &a, &error),
+                         FANIN_ERR_ARGUMENT);
         assert_null(a);
         assert_true(error.message[0] != '\0');
     }
@@ -861,7 +867,8 @@ CASE(bad_places_are_refused)
     snprintf(path, sizeof path, "%s/no/such", root);
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(
-        adapter_open(path, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+        adapter_open(&(adapter_terms){.directory = path, .at = deadline_in_ms(100)}, &a,
+                     &error),
         FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, ENOENT);
     assert_non_null(strstr(error.remedy, "parent"));
@@ -869,7 +876,8 @@ CASE(bad_places_are_refused)
     fclose(fopen(path, "we"));
     strcat(path, "/x");
     assert_int_equal(
-        adapter_open(path, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+        adapter_open(&(adapter_terms){.directory = path, .at = deadline_in_ms(100)}, &a,
+                     &error),
         FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, ENOTDIR);
 }
@@ -884,7 +892,8 @@ CASE(an_unwritable_parent_is_refused)
     }
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(
-        adapter_open(place, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+        adapter_open(&(adapter_terms){.directory = place, .at = deadline_in_ms(100)},
+                     &a, &error),
         FANIN_ERR_IO);
     assert_true(error.sys_errno != 0);
     assert_int_equal(chmod(root, 0700), 0);
@@ -1080,7 +1089,8 @@ CASE(without_descriptors_nothing_is_left)
     bool reuse;
     fanin_error error = FANIN_ERROR_INIT;
     use_up_descriptors(&before);
-    adapter_open(place, deadline_in_ms(100), NULL, NULL, NULL, &a, &error);
+    adapter_open(&(adapter_terms){.directory = place, .at = deadline_in_ms(100)}, &a,
+                 &error);
     give_back(&before);
     assert_out_of_descriptors(&error, "parent directory");
 
@@ -1231,7 +1241,9 @@ static pid_t start_holder(void)
     pid_t child = fork();
     if (child == 0) {
         a = NULL;
-        if (adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, NULL) ||
+        if (adapter_open(
+                &(adapter_terms){.directory = place, .at = deadline_in_ms(10000)}, &a,
+                NULL) ||
             adapter_prepare(a, &keys, "lora:0", &to, &size, NULL) ||
             adapter_map(a, &base, NULL) || write(ready[1], "x", 1) != 1)
             _exit(1);
@@ -1251,12 +1263,17 @@ CASE(a_held_lock_is_waited_for)
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t before = clock_ns();
     assert_int_equal(
-        adapter_open(place, deadline_in_ms(60), NULL, NULL, NULL, &a, &error),
+        adapter_open(&(adapter_terms){.directory = place, .at = deadline_in_ms(60)}, &a,
+                     &error),
         FANIN_ERR_TIMEOUT);
     assert_true(clock_ns() - before >= 60000000);
     assert_null(a);
     int asked = 0;
-    assert_int_equal(adapter_open(place, UINT64_MAX, yes, &asked, NULL, &a, &error),
+    assert_int_equal(adapter_open(&(adapter_terms){.directory = place,
+                                                   .at = UINT64_MAX,
+                                                   .cancelled = yes,
+                                                   .cookie = &asked},
+                                  &a, &error),
                      FANIN_ERR_CANCELLED);
     assert_true(asked > 0);
     kill(child, SIGKILL);
@@ -1271,7 +1288,8 @@ static int worker(void)
 {
     a = NULL;
     bool reuse = false;
-    if (adapter_open(place, deadline_in_ms(20000), NULL, NULL, NULL, &a, NULL) ||
+    if (adapter_open(&(adapter_terms){.directory = place, .at = deadline_in_ms(20000)},
+                     &a, NULL) ||
         adapter_prepare(a, &keys, "lora:0", &to, &size, NULL) ||
         adapter_reusable(a, &identity, &reuse, NULL))
         return 2;

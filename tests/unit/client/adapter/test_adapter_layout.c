@@ -50,11 +50,13 @@ static void make_adapter(const char *name, const key_table *keys, fanin_dtype dt
     adapter_identity identity = {
         .publication = publication, .step = fill, .dtype = dtype};
     snprintf(path, sizeof path, "%s/%s", root, name);
-    assert_works(
-        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, ERROR));
-    adapter_convert(a, dtype);
+    assert_works(adapter_open(&(adapter_terms){.directory = path,
+                                               .at = deadline_in_ms(20000),
+                                               .log = nobody,
+                                               .dtype = dtype,
+                                               .layout = kept},
+                              &a, ERROR));
     *was_kept = adapter_layout_fits(*kept, &key, publication);
-    adapter_keep_layout(a, kept);
     assert_works(adapter_prepare(a, keys, publication, &to, &size, ERROR));
     assert_false(adapter_layout_fits(*kept, &key, publication)); /* it is in use */
     assert_works(adapter_map(a, &base, ERROR));

@@ -110,9 +110,11 @@ static int count_entries(const char *path)
 static adapter *open_model(uint64_t file_bytes, const uint64_t **to, uint64_t *span)
 {
     adapter *a = NULL;
-    assert_works(
-        adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, ERROR));
-    adapter_make_model(a, file_bytes);
+    assert_works(adapter_open(&(adapter_terms){.directory = place,
+                                               .at = deadline_in_ms(10000),
+                                               .is_model = true,
+                                               .max_file_bytes = file_bytes},
+                              &a, ERROR));
     assert_works(adapter_prepare(a, &keys, "full:0", to, span, ERROR));
     return a;
 }

@@ -61,11 +61,13 @@ static fanin_status make(bool *reused, fanin_error *error)
     adapter *a = NULL;
     const uint64_t *to;
     uint64_t span;
-    fanin_status status =
-        adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, error);
+    fanin_status status = adapter_open(&(adapter_terms){.directory = place,
+                                                        .at = deadline_in_ms(10000),
+                                                        .is_model = true,
+                                                        .max_file_bytes = BYTES},
+                                       &a, error);
     if (status != FANIN_OK)
         return status;
-    adapter_make_model(a, BYTES);
     status = adapter_prepare(a, &keys, "full:0", &to, &span, error);
     if (status == FANIN_OK)
         status = adapter_reusable(a, &identity, reused, error);

@@ -228,10 +228,12 @@ static made make_adapter(const char *name, fanin_dtype dtype, spare_file **spare
     adapter_identity identity = {
         .publication = "lora:0", .step = 3, .dtype = dtype, .key_table = {{1}}};
     snprintf(path, sizeof path, "%s/%s", root, name);
-    assert_works(
-        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, ERROR));
-    adapter_convert(a, dtype);
-    adapter_offer_spare(a, spare);
+    assert_works(adapter_open(&(adapter_terms){.directory = path,
+                                               .at = deadline_in_ms(20000),
+                                               .log = nobody,
+                                               .dtype = dtype,
+                                               .spare = spare},
+                              &a, ERROR));
     assert_works(adapter_prepare(a, &keys, "lora:0", &to, &m.size, ERROR));
     assert_works(adapter_map(a, &base, ERROR));
     for (uint32_t i = 0; i < keys.count; i++) {
@@ -293,10 +295,12 @@ CASE(another_dtype_is_another_content)
     snprintf(path, sizeof path, "%s/half", root);
     adapter_identity identity = {
         .publication = "lora:0", .step = 3, .key_table = {{1}}};
-    assert_ok(
-        adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, &error),
-        error);
-    adapter_convert(a, FANIN_DTYPE_F16);
+    assert_ok(adapter_open(&(adapter_terms){.directory = path,
+                                            .at = deadline_in_ms(20000),
+                                            .log = nobody,
+                                            .dtype = FANIN_DTYPE_F16},
+                           &a, &error),
+              error);
     assert_ok(adapter_prepare(a, &keys, "lora:0", &to, &size, &error), error);
     assert_int_equal(adapter_reusable(a, &identity, &reuse, &error), FANIN_ERR_EXISTS);
     assert_non_null(strstr(error.message, "another dtype"));

@@ -72,9 +72,11 @@ static adapter *open_model(void)
     adapter *a;
     const uint64_t *to;
     uint64_t span;
-    assert_works(
-        adapter_open(place, deadline_in_ms(20000), NULL, NULL, &log, &a, ERROR));
-    adapter_make_model(a, 0);
+    assert_works(adapter_open(&(adapter_terms){.directory = place,
+                                               .at = deadline_in_ms(20000),
+                                               .log = log,
+                                               .is_model = true},
+                              &a, ERROR));
     assert_works(adapter_prepare(a, &keys, "full:0", &to, &span, ERROR));
     return a;
 }
