@@ -668,20 +668,6 @@ void schedule_confirmed(schedule *s, size_t number, const unit_run *runs, size_t
     x->broken = false;
 }
 
-void schedule_proven(schedule *s, size_t number, uint64_t now_ns)
-{
-    source *x = &s->sources[number];
-    learn(number == SCHEDULE_ORIGIN ? &s->usual_origin : &s->usual_holder, x, now_ns);
-    for (size_t u = 0; u < s->n_units && x->n_asked > 0; u++) {
-        if (s->units[u].busy != number + 1)
-            continue;
-        prove_unit(s, number, &s->units[u], now_ns);
-        x->n_asked--;
-    }
-    x->failures = 0;
-    x->broken = false;
-}
-
 /* Nobody waits for one that has failed because it is near. */
 static void push_away(schedule *s, source *x)
 {

@@ -65,8 +65,7 @@ void schedule_read(schedule *s, size_t number, const unit_run *runs, size_t n,
 /** They are proven. */
 void schedule_confirmed(schedule *s, size_t number, const unit_run *runs, size_t n,
                         uint64_t now_ns);
-/** All that was asked of the source is proven, or it failed to bring it. */
-void schedule_proven(schedule *s, size_t number, uint64_t now_ns);
+/** It failed to bring what it was asked for, and is left alone for a while. */
 void schedule_failed(schedule *s, size_t number, uint64_t now_ns);
 /** Whether what was asked of it takes three times as long as usual, and somebody else is to bring
     it: the caller breaks it off, and calls schedule_failed(). It is told once. */

@@ -4,12 +4,14 @@
 #include "testing.h"
 
 #define UNITS 64
+#define READERS 9
 #define MS UINT64_C(1000000)
 #define S (1000 * MS)
 
 typedef struct scene {
     uint64_t sizes[UNITS], now;
     member self, other, third;
+    unit_run asked[READERS]; /* of each source, the last time */
     schedule *schedule;
 } scene;
 
@@ -38,12 +40,24 @@ static int tear_down(void **state)
 
 static size_t next_unit(scene *x, size_t source)
 {
-    unit_run run;
+    unit_run *run = &x->asked[source];
     uint64_t wake;
-    if (schedule_next(x->schedule, source, 1, &run, 1, x->now, &wake) == 0)
+    if (schedule_next(x->schedule, source, 1, run, 1, x->now, &wake) == 0)
         return UNITS;
-    assert_int_equal(run.count, 1);
-    return run.first;
+    assert_int_equal(run->count, 1);
+    return run->first;
+}
+
+static void prove(schedule *s, size_t source, const unit_run *run, uint64_t now)
+{
+    schedule_read(s, source, run, 1, now);
+    schedule_confirmed(s, source, run, 1, now);
+}
+
+/* What it was asked for the last time. */
+static void bring(scene *x, size_t source)
+{
+    prove(x->schedule, source, &x->asked[source], x->now);
 }
 
 /* How many units the source brings until it is asked for nothing, each in @p ns. */
@@ -52,7 +66,7 @@ static size_t drain(scene *x, size_t source, uint64_t ns)
     size_t n = 0;
     while (next_unit(x, source) < UNITS) {
         x->now += ns;
-        schedule_proven(x->schedule, source, x->now);
+        bring(x, source);
         n++;
     }
     return n;
@@ -66,7 +80,7 @@ TEST_WITH(who_is_alone_reads_runs_of_the_trainer, set_up, tear_down)
     assert_int_equal(schedule_next(x->schedule, 0, 10000, runs, 4, x->now, &wake), 1);
     assert_int_equal(runs[0].first, 0);
     assert_int_equal(runs[0].count, 10);
-    schedule_proven(x->schedule, 0, x->now);
+    prove(x->schedule, 0, &runs[0], x->now);
     assert_int_equal(schedule_left(x->schedule), UNITS - 10);
     assert_int_equal(drain(x, 0, MS), UNITS - 10);
     assert_int_equal(schedule_left(x->schedule), 0);
@@ -165,7 +179,7 @@ TEST_WITH(a_late_holder_is_broken_off_for_another, set_up, tear_down)
     for (size_t i = 0; i < 8; i++) {
         next_unit(x, other);
         x->now += S;
-        schedule_proven(x->schedule, other, x->now);
+        bring(x, other);
     }
     size_t unit = next_unit(x, other);
     x->now += 4 * S;
@@ -250,7 +264,7 @@ TEST_WITH(nothing_is_late_before_three_times_the_usual, set_up, tear_down)
     }
     next_unit(x, other);
     x->now += S;
-    schedule_proven(x->schedule, other, x->now);
+    bring(x, other);
     next_unit(x, other);
     x->now += 3 * S;
     assert_false(schedule_break_off(x->schedule, other, x->now));
@@ -277,8 +291,6 @@ TEST_WITH(a_duty_that_comes_in_batches_is_waited_for, set_up, tear_down)
     assert_in_range(next_unit(x, 0), 0, UNITS - 1);
 }
 
-enum { READERS = 9 };
-
 /* Everybody takes what the trainer is to be asked for, and all hear of it. How many units. */
 static size_t take_turns(schedule *all[READERS], uint64_t now)
 {
@@ -288,7 +300,7 @@ static size_t take_turns(schedule *all[READERS], uint64_t now)
         uint64_t wake;
         if (schedule_next(all[i], 0, 1, &run, 1, now, &wake) == 0)
             continue;
-        schedule_proven(all[i], 0, now);
+        prove(all[i], 0, &run, now);
         taken++;
         for (size_t j = 1; j < READERS; j++)
             if (j != i)
@@ -368,7 +380,7 @@ TEST_WITH(a_slow_owner_is_helped_out, set_up, tear_down)
             bring_next(x, slow, owner, 1, &at_slow);
         for (size_t i = 0; i < 3; i++)
             if (next_unit(x, (size_t[]){0, slow, third}[i]) < UNITS)
-                schedule_proven(x->schedule, (size_t[]){0, slow, third}[i], x->now);
+                bring(x, (size_t[]){0, slow, third}[i]);
     }
     assert_in_range(seconds, UNITS / 3, 90); /* the slow one would take 210 */
 }
