@@ -391,11 +391,11 @@ static bool is_task_over(holders_list *list, uint64_t serial)
     return over || atomic_load(&list->stop);
 }
 
-static void send_offer(holders_list *list, const msg_offer *m, answer *a)
+static void send_numbers(holders_list *list, const msg_offer *m)
 {
     connection *c = rank_connection(list);
     encode_offer(connection_out(c), c->next_request, m);
-    connection_ask(c, a ? on_answer : NULL, a);
+    connection_ask(c, NULL, NULL);
 }
 
 static bool are_awaited(const answer *a, size_t n)
@@ -418,7 +418,7 @@ static fanin_status await_answer(holders_list *list, uint64_t serial, const answ
         list->has_numbers = false;
         pthread_mutex_unlock(&list->lock);
         if (has_numbers && is_connected_to_rank(list))
-            send_offer(list, &numbers, NULL);
+            send_numbers(list, &numbers);
         deadline at = deadline_sooner(a[0].at, a[n - 1].at);
         if (are_awaited(a, n))
             status = client_step(list->client, at, at, "relays", error);
@@ -437,25 +437,21 @@ static fanin_status finish_answer(holders_list *list, answer *a, fanin_status st
     return status;
 }
 
-static fanin_status offer_to_rank(holders_list *list, const task *t, fanin_error *error)
+static fanin_status check_relays(holders_list *list, fanin_error *error)
 {
-    answer a = {.left = 1, .at = deadline_in_ms(ASK_MS), .error = FANIN_ERROR_INIT};
-    connection *c = rank_connection(list);
+    const connection *c = rank_connection(list);
     error_place place = connection_place(c, "relays");
     place.remedy = "use the same fanin release on both ends";
-    if (!(c->peer.features & FEATURE_RELAYS))
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "rank %u at %s knows no relays", c->peer.rank, c->text);
-    send_offer(list, &t->offer, &a);
-    for (size_t i = 0; i < LISTS; i++)
-        list->lists[i].version = 0;
-    fanin_status status = await_answer(list, t->serial, &a, 1, error);
-    return finish_answer(list, &a, status, error);
+    if (c->peer.features & FEATURE_RELAYS)
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "rank %u at %s knows no relays", c->peer.rank, c->text);
 }
 
-static void ask_changes(holders_list *list, const task *t, size_t which, answer *a)
+/* To be sent as request number @p request. */
+static void put_ask(holders_list *list, const task *t, size_t which, uint64_t request,
+                    answer *a)
 {
-    connection *c = rank_connection(list);
     msg_holders m = {.step = t->offer.step,
                      .version = list->lists[which].version,
                      .timeout_ms = PARKED_MS};
@@ -463,8 +459,7 @@ static void ask_changes(holders_list *list, const task *t, size_t which, answer 
     memcpy(m.holding, which > 0 ? t->whole : t->offer.holding, sizeof m.holding);
     *a = (answer){
         .left = 1, .at = deadline_in_ms(PARKED_MS + ASK_MS), .error = FANIN_ERROR_INIT};
-    encode_holders(connection_out(c), c->next_request, &m);
-    connection_ask(c, on_answer, a);
+    encode_holders(connection_out(rank_connection(list)), request, &m);
 }
 
 /* Takes what is there, and asks for what comes then. */
@@ -479,20 +474,34 @@ static fanin_status take_changes(holders_list *list, const task *t, answer *answ
             return error_copy(error, &a->error);
         apply_answer(list, t, &list->lists[i], &a->list);
         holders_free(&a->list);
-        if (!is_task_over(list, t->serial))
-            ask_changes(list, t, i, a);
+        if (is_task_over(list, t->serial))
+            continue;
+        connection *c = rank_connection(list);
+        put_ask(list, t, i, c->next_request, a);
+        connection_ask(c, on_answer, a);
     }
     return FANIN_OK;
 }
 
-/* Until the task is another one, or something fails. */
-static fanin_status hear_of_others(holders_list *list, const task *t,
+/* Offers, and hears of others until the task is another one, or something fails. All is asked at
+   once: the rank is woken by one packet. */
+static fanin_status offer_and_hear(holders_list *list, const task *t,
                                    fanin_error *error)
 {
     answer answers[LISTS] = {0};
-    fanin_status status = FANIN_OK;
+    answer offered = {
+        .left = 1, .at = deadline_in_ms(ASK_MS), .error = FANIN_ERROR_INIT};
+    connection *c = rank_connection(list);
+    encode_offer(connection_out(c), c->next_request, &t->offer);
+    for (size_t i = 0; i < t->n_lists; i++) {
+        list->lists[i].version = 0;
+        put_ask(list, t, i, c->next_request + 1 + i, &answers[i]);
+    }
+    connection_ask(c, on_answer, &offered); /* sends them all */
     for (size_t i = 0; i < t->n_lists; i++)
-        ask_changes(list, t, i, &answers[i]);
+        connection_ask(c, on_answer, &answers[i]);
+    fanin_status status = await_answer(list, t->serial, &offered, 1, error);
+    status = finish_answer(list, &offered, status, error);
     while (status == FANIN_OK && !is_task_over(list, t->serial)) {
         status = await_answer(list, t->serial, answers, t->n_lists, error);
         if (status == FANIN_OK)
@@ -536,8 +545,8 @@ static fanin_status serve_task(holders_list *list, const task *t, fanin_error *e
 {
     fanin_status status = find_rank(list, t, error);
     if (status == FANIN_OK)
-        status = offer_to_rank(list, t, error);
-    return status == FANIN_OK ? hear_of_others(list, t, error) : status;
+        status = check_relays(list, error);
+    return status == FANIN_OK ? offer_and_hear(list, t, error) : status;
 }
 
 static bool take_task(holders_list *list, task *t)

@@ -377,7 +377,7 @@ static void tick(struct control *c)
 static void lists_look(struct control *c)
 {
     if (c->lists_changed)
-        c->lists_due = deadline_sooner(c->lists_due, news_due(c));
+        c->lists_due = deadline_sooner(c->lists_due, news_due(c, clock_ns()));
     c->lists_changed = false;
     if (!deadline_passed(c->lists_due))
         return;
@@ -423,6 +423,7 @@ static void control_free(struct control *c)
 {
     if (c->epoll >= 0)
         close(c->epoll);
+    buffer_free(&c->spare);
     free(c);
 }
 

@@ -104,46 +104,30 @@ void relay_part_free(session *s)
 
 /* To tell all costs the thread its time: many sessions hear seldom, and at the same moments, so
    that it looks for them at once. Few hear at once, for who passes on gigabytes in milliseconds
-   waits for nothing else. */
-static deadline due_for(const struct control *c, uint64_t sessions, uint64_t most_ms)
+   waits for nothing else. Only this thread changes the number of sessions. */
+static deadline due_for(const struct control *c, uint64_t sessions, uint64_t most_ms,
+                        uint64_t since_ns, uint64_t now_ns)
 {
-    fanin_server *server = c->server;
-    pthread_mutex_lock(&server->lock);
-    uint64_t ms = server->control_sessions / sessions;
-    pthread_mutex_unlock(&server->lock);
+    uint64_t ms = c->server->control_sessions / sessions;
     uint64_t every = (ms < most_ms ? ms : most_ms) * 1000000;
-    return every > 0 ? (clock_ns() / every + 1) * every : 0;
+    return every > 0 ? since_ns + ((now_ns - since_ns) / every + 1) * every : 0;
 }
 
-deadline news_due(const struct control *c)
+deadline news_due(const struct control *c, uint64_t now_ns)
 {
-    return due_for(c, NEWS_SESSIONS, NEWS_MOST_MS);
-}
-
-/* Of a list who knows nothing hears soon, though of all that come at the same time. Where hundreds
-   come within a second, all would be told of each. */
-static void put_off(const session *s, parked *q)
-{
-    if (q->type == MSG_HOLDERS)
-        q->quiet_until = q->version == 0
-                             ? news_due(s->control)
-                             : due_for(s->control, MORE_SESSIONS, MORE_MOST_MS);
-}
-
-static bool may_hear(const session *s, const parked *q)
-{
-    return deadline_passed(s->relays->quiet_until) && deadline_passed(q->quiet_until);
+    return due_for(c, NEWS_SESSIONS, NEWS_MOST_MS, 0, now_ns);
 }
 
 /* News that come soon after others wait until more of them are together. */
 static void answer_or_park(session *s, parked *q)
 {
     relay_part *r = s->relays;
-    put_off(s, q);
-    bool is_over = deadline_passed(q->at), hears = may_hear(s, q);
+    uint64_t now = clock_ns();
+    bool is_over = q->at <= now;
+    bool hears = r->quiet_until <= now && q->quiet_until <= now;
     if (is_over || hears) {
         if (answer(s, q, is_over)) {
-            r->quiet_until = news_due(s->control);
+            r->quiet_until = news_due(s->control, now);
             release_list(s, q);
             return;
         }
@@ -171,19 +155,20 @@ bool parked_stir(session *s)
     return is_new;
 }
 
-static bool tell_news(session *s)
+static bool tell_news(session *s, uint64_t now)
 {
     relay_part *r = s->relays;
     bool later = false;
-    if (!r->stirred || !deadline_passed(r->quiet_until))
+    if (!r->stirred || r->quiet_until > now)
         return false;
     for (size_t i = 0; i < SESSION_PARKED; i++) {
         parked *q = &r->parked[i];
-        later = later || (q->type && !may_hear(s, q));
-        if (!q->type || !may_hear(s, q) || !answer(s, q, false))
+        bool hears = q->type && q->quiet_until <= now;
+        later = later || (q->type && !hears);
+        if (!hears || !answer(s, q, false))
             continue;
         unpark_request(s, q);
-        r->quiet_until = news_due(s->control);
+        r->quiet_until = news_due(s->control, now);
         return true; /* the others have theirs next time */
     }
     r->stirred = later;
@@ -194,10 +179,11 @@ bool parked_look(session *s)
 {
     if (!s->relays || s->relays->n_parked == 0)
         return false;
-    bool says = tell_news(s);
+    uint64_t now = clock_ns();
+    bool says = tell_news(s, now);
     for (size_t i = 0; i < SESSION_PARKED; i++) {
         parked *q = &s->relays->parked[i];
-        if (!q->type || !deadline_passed(q->at))
+        if (!q->type || q->at > now)
             continue;
         says = answer(s, q, true) || says;
         unpark_request(s, q);
@@ -309,7 +295,7 @@ typedef struct change {
 struct holder_list {
     struct holder_list *next;
     char publication[PUBLICATION_NAME_SIZE];
-    uint64_t step;
+    uint64_t step, began_ns;
     uint8_t holding[16];
     unsigned waiting; /**< parked requests, and calls at work */
     member *members;
@@ -335,6 +321,7 @@ static holder_list *list_enter(struct control *c, const char *publication,
         memcpy(l->publication, publication, sizeof l->publication);
         l->step = step;
         memcpy(l->holding, holding, sizeof l->holding);
+        l->began_ns = clock_ns();
         l->first = c->lists_floor;
         l->next = c->lists;
         c->lists = l;
@@ -455,9 +442,12 @@ static void remove_member(session *s, holder_list *l)
 
 static offer *find_offer(relay_part *r, const char *publication)
 {
-    for (size_t i = 0; i < SESSION_OFFERS; i++)
-        if (r->offers[i].list && strcmp(r->offers[i].m.publication, publication) == 0)
-            return &r->offers[i];
+    unsigned left = r->n_offers;
+    for (offer *o = r->offers; left > 0; o++) {
+        if (o->list && strcmp(o->m.publication, publication) == 0)
+            return o;
+        left -= o->list != NULL;
+    }
     return NULL;
 }
 
@@ -709,6 +699,15 @@ static void tell_changes(session *s, uint64_t request, const holder_list *l,
     encode_holders_ok(&s->out.bytes, request, &m);
 }
 
+/* Who knows nothing hears soon, though of all that come at the same time: lists begin when the
+   first does. Where hundreds come within a second, all would be told of each. */
+static deadline quiet_of(const struct control *c, const parked *q)
+{
+    uint64_t began = q->list->began_ns, now = clock_ns();
+    return q->version == 0 ? due_for(c, NEWS_SESSIONS, NEWS_MOST_MS, began, now)
+                           : due_for(c, MORE_SESSIONS, MORE_MOST_MS, began, now);
+}
+
 static bool answer_holders(session *s, const parked *q, bool is_over)
 {
     const holder_list *l = q->list;
@@ -716,6 +715,7 @@ static bool answer_holders(session *s, const parked *q, bool is_over)
     msg_holders_ok m = {.version = now};
     if (known == now && !is_over)
         return false;
+    session_take_spare(s);
     m.all = known < l->first || known > now || now - known > LIMIT_HOLDERS;
     if (m.all && l->is_cut) {
         tell_all(s, q->request, l, &m);
@@ -747,10 +747,12 @@ fanin_status handle_holders(session *s, uint64_t request, body *in)
                 .version = m.version,
                 .at = deadline_in_ms(m.timeout_ms),
                 .list = list_enter(s->control, m.publication, m.step, m.holding)};
-    if (q.list)
-        answer_or_park(s, &q);
-    else
+    if (!q.list) {
         reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
+        return FANIN_OK;
+    }
+    q.quiet_until = quiet_of(s->control, &q);
+    answer_or_park(s, &q);
     return FANIN_OK;
 }
 

@@ -50,7 +50,7 @@ size_t relay_part_memory(const session *s);
 void relay_part_free(session *s);
 
 /** When who has just heard news may hear others; 0: at once. */
-deadline news_due(const struct control *c);
+deadline news_due(const struct control *c, uint64_t now_ns);
 /** There may be news for the session's parked requests. False: that was known, or there are no
     requests. */
 bool parked_stir(session *s);

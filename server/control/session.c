@@ -15,7 +15,8 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define KEEP_MOST 4096 /**< of an empty output buffer */
+#define KEEP_MOST 4096         /**< of an empty output buffer */
+#define SPARE_MOST (256 << 10) /**< of the thread's own: most lists fit */
 
 bool session_account(session *s)
 {
@@ -225,6 +226,30 @@ void session_reject(session *s, uint64_t request, fanin_status code,
     s->due = deadline_in_ms(LINGER_MS);
 }
 
+static void swap_with_spare(session *s)
+{
+    buffer *own = &s->out.bytes, *spare = &s->control->spare, before = *own;
+    own->data = spare->data;
+    own->capacity = spare->capacity;
+    spare->data = before.data;
+    spare->capacity = before.capacity;
+}
+
+void session_take_spare(session *s)
+{
+    if (outgoing_is_empty(&s->out) &&
+        s->out.bytes.capacity < s->control->spare.capacity)
+        swap_with_spare(s);
+}
+
+static void give_spare(session *s)
+{
+    size_t own = s->out.bytes.capacity;
+    if (outgoing_is_empty(&s->out) && own > KEEP_MOST && own <= SPARE_MOST &&
+        own > s->control->spare.capacity)
+        swap_with_spare(s);
+}
+
 /* False: the connection is gone. */
 static bool flush(session *s)
 {
@@ -235,6 +260,7 @@ static bool flush(session *s)
         s->stalled_at = UINT64_MAX;
     else if (outgoing_left(&s->out) < left || s->stalled_at == UINT64_MAX)
         s->stalled_at = deadline_in_ms(STALL_MS);
+    give_spare(s);
     outgoing_trim(&s->out, KEEP_MOST);
     return true;
 }

@@ -140,6 +140,7 @@ struct control {
     bool lists_changed;
     deadline
         lists_due; /**< when they are told that wait for lists; UINT64_MAX: none changed */
+    buffer spare;    /**< memory for a session's large answers */
     changes changes; /**< what waits and watches are being answered by */
 };
 
@@ -159,6 +160,8 @@ void session_hand_over(session *s, reader *r);
 
 /** Receives once; false: the peer has closed, or the connection broke. */
 bool session_receive(session *s);
+/** Before a large answer: it is put together in memory that the sessions share in turns. */
+void session_take_spare(session *s);
 /** Sends what the socket takes. Closes the session if it may not go on. */
 void session_send(session *s);
 /** Counts its memory; false: the connections have more than they may. */

@@ -23,9 +23,8 @@ typedef struct relay {
 static size_t n;
 static uint64_t bytes, spread_ns;
 
-static void offer(relay *r, size_t i, uint64_t step)
+static void offer(relay *r, size_t i, uint64_t step, buffer *b)
 {
-    buffer b = {0};
     msg_offer m = {.publication = RUN,
                    .step = step,
                    .port = (uint32_t)(1024 + i),
@@ -34,13 +33,11 @@ static void offer(relay *r, size_t i, uint64_t step)
     snprintf(m.host, sizeof m.host, "6d1c9c364a5e4d0b9a351f2f6f%06x-f0000000-effffffc",
              (unsigned)(i / PER_HOST));
     memcpy(m.incarnation, &i, sizeof i);
-    encode_offer(&b, ++r->p.request, &m);
-    peer_send(&r->p, &b);
+    encode_offer(b, ++r->p.request, &m);
 }
 
-static void ask(relay *r, uint64_t step)
+static void ask(relay *r, uint64_t step, buffer b)
 {
-    buffer b = {0};
     msg_holders m = {
         .publication = RUN, .step = step, .version = r->version, .timeout_ms = 10000};
     encode_holders(&b, r->request = ++r->p.request, &m);
@@ -60,7 +57,7 @@ static void hear(relay *r, uint64_t step)
     r->version = m.version;
     r->known = m.all ? m.n_entries : r->known + m.n_entries;
     holders_free(&m);
-    ask(r, step);
+    ask(r, step, (buffer){0});
 }
 
 static size_t count_ready(const relay *all)
@@ -76,8 +73,9 @@ static size_t come(relay *all, size_t come, uint64_t began, uint64_t step)
 {
     for (; come < n && clock_ns() - began >= spread_ns / n * come; come++) {
         all[come].version = all[come].known = 0;
-        offer(&all[come], come, step);
-        ask(&all[come], step);
+        buffer b = {0};
+        offer(&all[come], come, step, &b);
+        ask(&all[come], step, b);
     }
     return come;
 }

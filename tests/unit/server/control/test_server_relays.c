@@ -256,7 +256,7 @@ SERVER_TEST(a_session_among_many_hears_news_seldom)
     assert_true(clock_ns() - began >= (RELAYS - 1) * UINT64_C(24000000));
 }
 
-/* Others may be about to come. */
+/* Others may be about to come: all that do so soon after the first hear when it does. */
 SERVER_TEST(among_many_who_asks_first_hears_a_little_later)
 {
     enum { PEERS = 48 }; /* 6 ms */
@@ -264,12 +264,12 @@ SERVER_TEST(among_many_who_asks_first_hears_a_little_later)
     peer peers[PEERS];
     for (unsigned i = 0; i < PEERS; i++)
         peers[i] = peer_open(s);
-    uint64_t began = clock_ns();
     for (unsigned i = 0; i < PEERS; i++) {
+        uint64_t began = clock_ns();
         ask(&peers[i], 5, 1, 0, PATIENT);
         hear(&peers[i]);
+        assert_true(clock_ns() - began >= UINT64_C(6000000));
     }
-    assert_true(clock_ns() - began >= (PEERS - 1) * UINT64_C(6000000));
 }
 
 /* ------------------------------------------------------------------ refusals */
