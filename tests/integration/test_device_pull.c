@@ -9,6 +9,8 @@
 #include "lab.h"
 #include "log_catcher.h"
 #include "fetch/pattern.h"
+#include "path/path.h"
+#include "pull/choose_path.h"
 #include "pull/pull_session.h"
 #include "testing.h"
 #include <cuda.h>
@@ -501,40 +503,87 @@ CASE(test_converted_directories)
     }
 }
 
-/* A part of each matrix, to places that are not neighbours. */
+/* A part of the first matrix, to places that are not neighbours: its rows downwards or upwards. */
+static void pull_rows(const target *whole, int device, bool upwards)
+{
+    target part;
+    target_make(&b.world, device, FAKE_CUDA_MALLOC, &part);
+    const tensor_spec *t = &b.world.tensors.tensors[0];
+    uint64_t rows = t->shape[0] - 2, columns = t->shape[1] / 2 - 3;
+    int64_t pitch = (int64_t)t->shape[1] * 2;
+    fanin_tensor wanted = part.places.wanted[0];
+    fanin_box box = {.offset = {1, 3},
+                     .extent = {rows, columns},
+                     .stride = {upwards ? -pitch : pitch, 4},
+                     .address =
+                         part.memory + (upwards ? (rows - 1) * (uint64_t)pitch : 0)};
+    wanted.boxes = &box;
+    const fanin_pull_options options = defaults();
+    assert_works(fanin_client_pull(b.client, &options, &wanted, 1, NULL, ERROR));
+    for (uint64_t i = 0; i < rows * t->shape[1]; i++) {
+        uint64_t row = i / t->shape[1], place = i % t->shape[1];
+        const uint8_t none[2] = {0xee, 0xee};
+        uint64_t published = 1 + (upwards ? rows - 1 - row : row);
+        const uint8_t *from =
+            whole->bytes + 2 * (published * t->shape[1] + 3 + place / 2);
+        bool inside = place % 2 == 0 && place / 2 < columns;
+        assert_memory_equal(part.bytes + 2 * i, inside ? from : none, 2);
+    }
+    target_free(&part);
+}
+
 CASE(test_parts)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
-        target whole, part;
+        target whole;
         set_up(order_of(RANKS, 0, 1), paths[p]);
         target_make(&b.world, HOST, FAKE_CUDA_MALLOC, &whole);
-        target_make(&b.world, 1, FAKE_CUDA_MALLOC, &part);
         expect(&whole, paths[p]);
-        const tensor_spec *t = &b.world.tensors.tensors[0];
-        uint64_t rows = t->shape[0] - 2, columns = t->shape[1] / 2 - 3;
-        fanin_tensor wanted = part.places.wanted[0];
-        fanin_box box = {.offset = {1, 3},
-                         .extent = {rows, columns},
-                         .stride = {(int64_t)t->shape[1] * 2, 4},
-                         .address = part.memory};
-        wanted.boxes = &box;
-        fanin_error error = FANIN_ERROR_INIT;
-        const fanin_pull_options options = defaults();
-        assert_ok(fanin_client_pull(b.client, &options, &wanted, 1, NULL, &error),
-                  error);
-        for (uint64_t i = 0; i < rows * t->shape[1]; i++) {
-            uint64_t row = i / t->shape[1], place = i % t->shape[1];
-            const uint8_t none[2] = {0xee, 0xee};
-            const uint8_t *from =
-                whole.bytes + 2 * ((row + 1) * t->shape[1] + 3 + place / 2);
-            bool inside = place % 2 == 0 && place / 2 < columns;
-            assert_memory_equal(part.bytes + 2 * i, inside ? from : none, 2);
-        }
+        for (int i = 0; i < 4; i++)
+            pull_rows(&whole, i / 2 ? 1 : HOST, i % 2);
         target_free(&whole);
-        target_free(&part);
         tear_down(NULL);
     }
+}
+
+/* A region table that was fetched anew is not the one that the copies were made from: nothing is
+   read beyond what it says. */
+CASE(test_regions_that_have_become_shorter)
+{
+    target t;
+    set_up(order_of(RANKS, 0, 1), FANIN_PATH_CUDA_IPC);
+    target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    region_table *known = path_state_of(b.client, b.client->publications, 1)->regions;
+    known->entries[0].length--;
+    memset(t.bytes, 0xee, t.places.size);
+    uint64_t kernels = counts().kernels;
+    outcome o = pull_once(&t);
+    assert_int_equal(o.status, FANIN_ERR_PROTOCOL);
+    assert_says(o.error.message, "rank 1's region 0");
+    assert_int_equal(counts().kernels, kernels);
+    known->entries[0].length++;
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    target_free(&t);
+}
+
+/* What nobody has read for long is unmapped, and mapped anew by who reads it again. */
+CASE(test_idle_memory_is_unmapped)
+{
+    target t;
+    set_up(order_of(RANKS, 0, 1), FANIN_PATH_CUDA_IPC);
+    target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    uint64_t used = b.client->publications->used_ns, mapped = counts().mappings;
+    path_unmap_idle(b.client, used);
+    assert_int_equal(counts().mappings, mapped);
+    path_unmap_idle(b.client, used + 1);
+    assert_int_equal(counts().mappings, 0);
+    memset(t.bytes, 0xee, t.places.size);
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    assert_int_equal(counts().mappings, mapped);
+    target_free(&t);
 }
 
 /* ----------------------------------------------------------- what cannot work */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading by cuda_ipc: what another process exports lands on devices and in host memory. That
-   process is this program once more, which makes the same world again. */
+/* Reading by cuda_ipc: boxes with strides of their own land on devices and in host memory, which
+   has to be told of each of them. What exports them is this program once more, which makes the same
+   world again; what else there is to such reading test_device_pull.c shows. */
 #include "device/devices.h"
 #include "pull/choose_path.h"
 #include "ipc/ipc.h"
@@ -9,22 +10,18 @@
 #include "testing.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 
-#define KEYS (WORLD_RANKS * WORLD_REGIONS * 2)
-#define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
+#define RANKS 3
+#define KEYS (RANKS * WORLD_REGIONS * 2)
 
 /* Who gathers for host memory. */
-static const gather_set by_none = {.n = 0}, by_0 = {{0}, 1}, by_1 = {{1}, 1},
-                        by_both = {{0, 1}, 2};
+static const gather_set by_none = {.n = 0}, by_1 = {{1}, 1}, by_both = {{0, 1}, 2};
 
 /* ------------------------------------------------------------------- fixture */
 
 typedef struct bench {
     world w;
     landing l;
-    const char *kind; /* of the world, for the exporter: and its parameters */
-    uint32_t ranks, dim;
     pid_t child;
     int until;
     fanin_client *client;
@@ -37,7 +34,7 @@ typedef struct bench {
     region_entry entries[WORLD_RANKS][2 * WORLD_REGIONS];
     ipc_key keys[KEYS];
     device_source sources[WORLD_RANKS];
-    memory_range ranges[2];
+    memory_range ranges[1];
     size_t n_ranges;
     uint8_t *base;
     uint64_t told; /* bytes that landed() was told of */
@@ -45,46 +42,18 @@ typedef struct bench {
 
 /* -------------------------------------------------------------------- worlds */
 
-/* Tensors of several kinds, cut into rows or columns by all ranks. */
-static void make_chunks(bench *b, uint32_t ranks, uint32_t dim, fanin_dtype dtype)
-{
-    *b = (bench){.kind = "chunks", .ranks = ranks, .dim = dim};
-    world_init(&b->w, ranks, 7);
-    world_key(&b->w, FANIN_DTYPE_F32, 2, SHAPE(640, 1024));
-    world_key(&b->w, FANIN_DTYPE_F32, 2, SHAPE(96, 52));
-    world_key(&b->w, FANIN_DTYPE_BF16, 2, SHAPE(1536, 4096));
-    world_key(&b->w, FANIN_DTYPE_BF16, 2, SHAPE(512, 512));
-    world_key(&b->w, FANIN_DTYPE_U8, 2, SHAPE(1023, 517));
-    for (uint32_t i = 0; i < ranks; i++)
-        world_hold_chunks(&b->w, i, dim, ranks, i);
-    world_seal(&b->w, NULL);
-    landing_whole(&b->l, &b->w, dtype);
-}
-
-/* As in a file: one tensor behind the other. */
-static void close_gaps(landing *l, const world *w)
-{
-    l->size = 0;
-    for (uint32_t i = 0; i < w->n_keys; i++) {
-        const key_entry *e = &w->entries[i];
-        bool halves = l->dtype && e->dtype == FANIN_DTYPE_F32;
-        l->to_of_key[i] = l->size;
-        l->size += e->bytes / (halves ? 2 : 1);
-    }
-}
-
 /* Boxes with strides of their own, to parts that are wanted with strides. */
 static void make_odd(bench *b, fanin_dtype dtype)
 {
-    *b = (bench){.kind = "odd", .ranks = 3};
-    world_init(&b->w, 3, 11);
+    *b = (bench){0};
+    world_init(&b->w, RANKS, 11);
     block all[6] = {{0}};
     for (uint32_t i = 0; i < 6; i++) {
         all[i] = (block){.n_dims = 3, .extent = {11 + i, 17, 33 + 2 * i}};
         world_key(&b->w, i % 2 ? FANIN_DTYPE_F32 : FANIN_DTYPE_I16, 3, all[i].extent);
     }
     for (uint32_t i = 0; i < 6; i++)
-        world_hold(&b->w, i % 3, i, &all[i], i % WORLD_REGIONS, i,
+        world_hold(&b->w, i % RANKS, i, &all[i], i % WORLD_REGIONS, i,
                    i < 3 ? LAYOUT_MIXED : LAYOUT_ROWS);
     world_seal(&b->w, NULL);
     landing_init(&b->l, dtype);
@@ -127,7 +96,7 @@ static void export_region(gpu *g, const world_rank *r, uint32_t rank, int region
     gpu_stream_destroy(&stream);
 }
 
-/* Arguments: kind, ranks, dimension, where the keys go, whose end ends it. */
+/* Arguments: where the keys go, whose end ends it. */
 static int be_exporter(char **arguments)
 {
     gpu *g;
@@ -136,11 +105,8 @@ static int be_exporter(char **arguments)
     fanin_error error = FANIN_ERROR_INIT;
     logger nobody = {0};
     const world *w = &b.w;
-    int out = atoi(arguments[3]), until = atoi(arguments[4]);
-    if (strcmp(arguments[0], "chunks") == 0)
-        make_chunks(&b, (uint32_t)atoi(arguments[1]), (uint32_t)atoi(arguments[2]), 0);
-    else
-        make_odd(&b, 0);
+    int out = atoi(arguments[0]), until = atoi(arguments[1]);
+    make_odd(&b, 0);
     if (gpu_load(&nobody, &g, &error))
         return 1;
     size_t n = 0;
@@ -159,18 +125,16 @@ static int be_exporter(char **arguments)
 static void start_exporter(bench *b)
 {
     int keys[2], until[2];
-    char ranks[12], dim[12], out[12], end[12];
+    char out[12], end[12];
     assert_int_equal(pipe(keys), 0);
     assert_int_equal(pipe(until), 0);
     assert_int_equal(fcntl(until[1], F_SETFD, FD_CLOEXEC), 0);
-    snprintf(ranks, sizeof(ranks), "%u", b->ranks);
-    snprintf(dim, sizeof dim, "%u", b->dim);
     snprintf(out, sizeof out, "%d", keys[1]);
     snprintf(end, sizeof end, "%d", until[0]);
     b->child = fork();
     assert_true(b->child >= 0);
     if (b->child == 0) {
-        execl("/proc/self/exe", "export", b->kind, ranks, dim, out, end, (char *)NULL);
+        execl("/proc/self/exe", "export", out, end, (char *)NULL);
         _exit(127);
     }
     close(keys[1]);
@@ -302,7 +266,7 @@ static void close_bench(bench *b)
 
 static void build(bench *b, gather_set gather)
 {
-    static const int owners[WORLD_RANKS] = {0, 1, 0, 1}; /* of four ranks at most */
+    static const int owners[RANKS] = {0, 1, 0};
     device_plan_parts parts = {.plan = &b->plan,
                                .copies = b->copies,
                                .reader = &ipc_reader,
@@ -321,21 +285,14 @@ static void landed(void *cookie, uint64_t to, uint64_t length)
     b->told += length;
 }
 
-static path_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
-{
-    return (path_reading){.client = b->client,
-                          .plan = &b->plan,
-                          .base = b->base,
-                          .pinned = pinned,
-                          .landed = landed,
-                          .cookie = b,
-                          .after = after};
-}
-
-static void read_all(bench *b, bool pinned)
+static void read_all(bench *b)
 {
     device_reader *r;
-    path_reading how = reading_of(b, pinned, NULL);
+    const path_reading how = {.client = b->client,
+                              .plan = &b->plan,
+                              .base = b->base,
+                              .landed = landed,
+                              .cookie = b};
     b->told = 0;
     assert_works(device_reader_start(&how, b->tables, b->sources, &r, ERROR));
     for (bool done = false; !done;)
@@ -376,7 +333,7 @@ static void land_on_device(bench *b, int device, bool once)
     copy_now(b, device, memory, b->l.bytes, b->l.size);
     build(b, by_none);
     check_table(&b->tables->parts[0], once);
-    read_all(b, false);
+    read_all(b);
     copy_now(b, device, b->l.bytes, memory, b->l.size);
     landing_compare(&b->w, &b->l);
     assert_int_equal(b->told, 0);
@@ -395,81 +352,21 @@ static uint64_t count_touched(const landing *l)
     return n;
 }
 
-static void land_on_host(bench *b, gather_set gather, bool contiguous)
+static void land_on_host(bench *b, gather_set gather)
 {
     b->base = b->l.bytes;
     b->ranges[0] = (memory_range){b->l.bytes, b->l.size, -1};
     b->n_ranges = 1;
     landing_clear(&b->l);
     build(b, gather);
-    assert_int_equal(b->tables->contiguous, contiguous);
-    read_all(b, false);
+    assert_false(b->tables->contiguous);
+    read_all(b);
     landing_compare(&b->w, &b->l);
     if (b->l.dtype == 0)
         assert_int_equal(b->told, count_touched(&b->l));
 }
 
-/* Straight by the copy engines. */
-static void land_on_pinned(bench *b, gather_set gather)
-{
-    void *memory;
-    uint8_t *bytes = b->l.bytes;
-    assert_works(gpu_host_alloc(b->client->devices->g, b->l.size + 1, &memory, ERROR));
-    b->base = memory;
-    b->ranges[0] = (memory_range){memory, b->l.size, -1};
-    b->n_ranges = 1;
-    build(b, gather);
-    assert_true(b->tables->contiguous);
-    b->l.bytes = memory;
-    landing_clear(&b->l);
-    read_all(b, true);
-    landing_compare(&b->w, &b->l);
-    b->l.bytes = bytes;
-    assert_int_equal(b->told, b->l.size);
-    gpu_host_free(b->client->devices->g, memory);
-}
-
 /* --------------------------------------------------------------------- tests */
-
-TEST(chunks_land_on_devices)
-{
-    for (uint32_t dim = 0; dim < 2; dim++) {
-        bench b;
-        make_chunks(&b, 4, dim, dim ? FANIN_DTYPE_F16 : 0);
-        open_bench(&b);
-        land_on_device(&b, 0, false);
-        land_on_device(&b, 1, true);
-        close_bench(&b);
-    }
-}
-
-TEST(chunks_land_in_host_memory)
-{
-    for (uint32_t dim = 0; dim < 2; dim++) {
-        bench b;
-        make_chunks(&b, 3, dim, dim ? FANIN_DTYPE_BF16 : 0);
-        open_bench(&b);
-        land_on_host(&b, dim ? by_1 : by_0, false);
-        land_on_host(&b, by_both, false);
-        close_bench(&b);
-    }
-}
-
-TEST(files_land_by_whole_chunks)
-{
-    for (uint32_t i = 0; i < 2; i++) {
-        bench b;
-        make_chunks(&b, 4, i, i ? FANIN_DTYPE_BF16 : 0);
-        close_gaps(&b.l, &b.w);
-        open_bench(&b);
-        land_on_host(&b, by_0, true);
-        land_on_pinned(&b, by_1);
-        assert_true(b.tables->n_chunks > GATHER_LANES);
-        land_on_host(&b, by_both, true);
-        land_on_pinned(&b, by_both);
-        close_bench(&b);
-    }
-}
 
 TEST(odd_boxes_land_anywhere)
 {
@@ -479,258 +376,10 @@ TEST(odd_boxes_land_anywhere)
         open_bench(&b);
         land_on_device(&b, 1, false);
         land_on_device(&b, 1, true);
-        land_on_host(&b, by_1, false);
-        land_on_host(&b, by_both, false);
+        land_on_host(&b, by_1);
+        land_on_host(&b, by_both);
         close_bench(&b);
     }
-}
-
-/* One half of the memory is on a device. */
-TEST(both_kinds_land_at_once)
-{
-    bench b;
-    void *memory;
-    make_chunks(&b, 2, 0, 0);
-    open_bench(&b);
-    uint64_t half = b.l.to_of_key[2], rest = b.l.size - half;
-    assert_works(gpu_alloc(b.client->devices->g, 0, rest, &memory, ERROR));
-    /* As addresses, wherever the two lie. */
-    plan_free(&b.plan.plan);
-    for (uint32_t i = 0; i < b.w.n_keys; i++)
-        b.l.to_of_key[i] +=
-            i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
-    assert_works(world_plan(&b.w, &b.l, &b.plan.plan, ERROR));
-    for (uint32_t i = 0; i < b.w.n_keys; i++)
-        b.l.to_of_key[i] -=
-            i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
-    memory_range host = {b.l.bytes, half, -1}, device = {memory, rest, 0};
-    bool first = host.base < device.base;
-    b.ranges[0] = first ? host : device;
-    b.ranges[1] = first ? device : host;
-    b.n_ranges = 2;
-    landing_clear(&b.l);
-    copy_now(&b, 0, memory, b.l.bytes + half, rest);
-    build(&b, by_1);
-    path_reading how = reading_of(&b, false, NULL);
-    how.landed = NULL;
-    device_reader *r;
-    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
-    for (bool done = false; !done;)
-        assert_works(device_reader_step(r, deadline_in_ms(1000), &done, ERROR));
-    assert_true(device_reader_destroy(&r));
-    copy_now(&b, 0, b.l.bytes + half, memory, rest);
-    landing_compare(&b.w, &b.l);
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-/* A device destination, with the plan made and nothing read. */
-static void *prepare_device(bench *b)
-{
-    void *memory;
-    make_chunks(b, 2, 0, 0);
-    open_bench(b);
-    assert_works(gpu_alloc(b->client->devices->g, 0, b->l.size, &memory, ERROR));
-    b->base = memory;
-    b->ranges[0] = (memory_range){memory, b->l.size, 0};
-    b->n_ranges = 1;
-    build(b, by_none);
-    return memory;
-}
-
-static void *release_soon(void *argument)
-{
-    (void)argument;
-    fake_cuda_release(0);
-    return NULL;
-}
-
-TEST(a_kernel_under_way_is_waited_for)
-{
-    bench b;
-    pthread_t thread;
-    void *memory = prepare_device(&b);
-    path_reading how = reading_of(&b, false, NULL);
-    device_reader *r;
-    bool done = true;
-    fake_cuda_hold_kernel(0, 1);
-    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
-    assert_true(fake_cuda_wait_kernel_held(0));
-    assert_works(device_reader_step(r, deadline_in_ms(1), &done, ERROR));
-    assert_false(done);
-    /* The pull gives up; the kernel goes on until it is done. */
-    assert_int_equal(pthread_create(&thread, NULL, release_soon, NULL), 0);
-    assert_true(device_reader_destroy(&r));
-    pthread_join(thread, NULL);
-    copy_now(&b, 0, b.l.bytes, memory, b.l.size);
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-TEST(the_callers_stream_comes_first)
-{
-    bench b;
-    void *memory = prepare_device(&b);
-    fake_cuda_counts before, after;
-    fanin_stream callers = {.handle = (void *)2, .device = 0};
-    path_reading how = reading_of(&b, false, &callers);
-    device_reader *r;
-    bool done = true;
-    fake_cuda_hold(0);
-    fake_cuda_count(&before);
-    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
-    assert_works(device_reader_step(r, deadline_in_ms(2), &done, ERROR));
-    assert_false(done);
-    fake_cuda_count(&after);
-    assert_int_equal(after.kernels, before.kernels);
-    /* Given up, nothing of it is left on a stream that could write. */
-    assert_true(device_reader_destroy(&r));
-    fake_cuda_release(0);
-    assert_true(fake_cuda_wait_idle(0));
-    fake_cuda_count(&after);
-    assert_int_equal(after.kernels, before.kernels);
-    assert_works(device_reader_start(&how, b.tables, b.sources, &r, ERROR));
-    for (done = false; !done;)
-        assert_works(device_reader_step(r, deadline_in_ms(1000), &done, ERROR));
-    assert_true(device_reader_destroy(&r));
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-TEST(a_failed_device_is_an_error)
-{
-    bench b;
-    fanin_error error = FANIN_ERROR_INIT;
-    void *memory = prepare_device(&b);
-    path_reading how = reading_of(&b, false, NULL);
-    device_reader *r;
-    bool done = false;
-    fanin_status status;
-    fake_cuda_hold_kernel(0, 1);
-    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
-    assert_true(fake_cuda_wait_kernel_held(0));
-    fake_cuda_break(0);
-    fake_cuda_release(0);
-    do
-        status = device_reader_step(r, deadline_in_ms(1000), &done, &error);
-    while (status == FANIN_OK && !done);
-    assert_int_equal(status, FANIN_ERR_TRANSPORT);
-    assert_true(device_reader_destroy(&r));
-    fake_cuda_repair(0);
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-TEST(arenas_outside_of_the_table_are_refused)
-{
-    bench b;
-    fanin_error error = FANIN_ERROR_INIT;
-    void *memory = prepare_device(&b);
-    path_reading how = reading_of(&b, false, NULL);
-    device_reader *r;
-    b.sources[1].first_region = WORLD_REGIONS + 1;
-    assert_int_equal(device_reader_start(&how, b.tables, b.sources, &r, &error),
-                     FANIN_ERR_PROTOCOL);
-    assert_true(device_reader_destroy(&r));
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-/* A region table that was fetched anew is not the one that the copies were made from. */
-TEST(regions_that_have_become_shorter_are_refused)
-{
-    bench b;
-    fake_cuda_counts before, after;
-    fanin_error error = FANIN_ERROR_INIT;
-    void *memory = prepare_device(&b);
-    path_reading how = reading_of(&b, false, NULL);
-    device_reader *r;
-    fake_cuda_count(&before);
-    b.entries[1][0].length--;
-    b.entries[1][WORLD_REGIONS].length--;
-    assert_int_equal(device_reader_start(&how, b.tables, b.sources, &r, &error),
-                     FANIN_ERR_PROTOCOL);
-    assert_non_null(strstr(error.message, "rank 1's region"));
-    assert_true(device_reader_destroy(&r));
-    fake_cuda_count(&after);
-    assert_int_equal(after.kernels, before.kernels);
-    /* Where it is not read, it may be as short as it likes. */
-    b.entries[1][WORLD_REGIONS].length++;
-    b.entries[1][1].length = 0;
-    read_all(&b, false);
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-TEST(mappings_are_shared_and_swept)
-{
-    bench b;
-    void *memory = prepare_device(&b);
-    ipc_map *map = b.client->devices->map;
-    static const uint8_t life[16] = {1}, other[16] = {2};
-    ipc_mapping *again = NULL, *later = NULL;
-    fake_cuda_counts before, after;
-    fake_cuda_count(&before);
-    assert_works(ipc_map_take(map, 0, life, &b.keys[0], &again, ERROR));
-    assert_works(ipc_map_open(map, NULL, ERROR));
-    assert_ptr_equal(again, b.shards[0].views[0].mappings[0]);
-    fake_cuda_count(&after);
-    assert_int_equal(after.opens, before.opens);
-    /* Another life of the process: whatever the handle says, it is other memory. */
-    assert_works(ipc_map_take(map, 0, other, &b.keys[0], &later, ERROR));
-    assert_works(ipc_map_open(map, NULL, ERROR));
-    ipc_mapping_release(&later);
-    ipc_mapping_release(&again);
-    fake_cuda_count(&after);
-    assert_int_equal(after.mappings, before.mappings + 1);
-    ipc_map_sweep(map);
-    fake_cuda_count(&after);
-    assert_int_equal(after.mappings, before.mappings);
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
-}
-
-TEST(idle_publications_are_unmapped)
-{
-    bench b;
-    void *memory = prepare_device(&b);
-    fake_cuda_counts before, after;
-    shard_table tables[WORLD_RANKS] = {{0}};
-    peer peers[WORLD_RANKS] = {{0}};
-    publication p = {.shards = tables, .n_peers = b.w.n_ranks, .used_ns = 100};
-    b.client->publications = &p;
-    b.client->peers = peers;
-    b.client->n_peers = b.w.n_ranks;
-    assert_works(path_states_open(b.client, &p, ERROR));
-    for (uint32_t i = 0; i < b.w.n_ranks; i++) {
-        path_state *s = path_state_of(b.client, &p, i);
-        s->path = &ipc_reader;
-        ipc_regions *kept = malloc(sizeof *kept);
-        assert_non_null(kept);
-        *kept = b.shards[i];
-        kept->hold.drop = ipc_regions_drop;
-        kept->keys = NULL; /* the bench's, not the state's */
-        s->hold = &kept->hold;
-        b.shards[i].n_views = 0;
-        b.shards[i].views = NULL;
-    }
-    fake_cuda_count(&before);
-    assert_true(before.mappings > 0);
-    path_unmap_idle(b.client, 100);
-    fake_cuda_count(&after);
-    assert_int_equal(after.mappings, before.mappings);
-    assert_ptr_equal(path_taken(&p, 0)->path, &ipc_reader);
-    path_unmap_idle(b.client, 101);
-    fake_cuda_count(&after);
-    assert_int_equal(after.mappings, 0);
-    assert_null(path_taken(&p, 0)->path); /* decided, mapped anew */
-    path_states_free(b.client, &p);
-    path_states_close(b.client);
-    b.client->publications = NULL;
-    b.client->peers = NULL;
-    b.client->n_peers = 0;
-    gpu_free(b.client->devices->g, 0, memory);
-    close_bench(&b);
 }
 
 /* ---------------------------------------------------------------------- main */
@@ -738,7 +387,7 @@ TEST(idle_publications_are_unmapped)
 int main(int argc, char **argv)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    if (argc == 6)
+    if (argc == 3)
         return be_exporter(argv + 1);
     return tests_run(NULL);
 }
