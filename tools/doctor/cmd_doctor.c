@@ -230,14 +230,14 @@ static int doctor_check_idle(const command *self, const arguments *parsed)
 static int doctor_examine(const command *self, doctor_line *d)
 {
     doctor_facts facts;
-    doctor_report *report = calloc(1, sizeof *report);
+    doctor_report *report = output_require(calloc(1, sizeof *report));
     fanin_error error = FANIN_ERROR_INIT;
     const common_options *common = &d->line.common;
     doctor_roots roots = {.sys = d->sysfs ? d->sysfs : "/sys",
                           .proc = d->procfs ? d->procfs : "/proc",
                           .dev = d->dev ? d->dev : "/dev",
                           .drivers = d->sysfs == NULL};
-    if (report == NULL || doctor_gather(&roots, &facts, &error) != FANIN_OK) {
+    if (doctor_gather(&roots, &facts, &error) != FANIN_OK) {
         free(report);
         return failure_local("cannot look at this host", FANIN_ERR_MEMORY,
                              "free memory", "out of memory");

@@ -194,9 +194,7 @@ static fanin_status gather_devices(const doctor_roots *roots, doctor_facts *f,
     if (status != FANIN_OK)
         return status;
     const topology *t = f->topology;
-    f->verbs = calloc(t->n_nics + 1, sizeof *f->verbs);
-    if (f->verbs == NULL)
-        return FANIN_ERR_MEMORY;
+    f->verbs = output_require(calloc(t->n_nics + 1, sizeof *f->verbs));
     for (size_t i = 0; i < t->n_nics; i++) {
         if (roots->drivers)
             f->verbs[i] = verbs_probe(t->nics[i].name);

@@ -81,12 +81,6 @@ fanin_status failure_set(fanin_error *error, fanin_status status, const char *re
     return status;
 }
 
-fanin_status failure_memory(fanin_error *error, const char *what)
-{
-    return failure_set(error, FANIN_ERR_MEMORY, "free memory", "no memory for %s",
-                       what);
-}
-
 int failure_local(const char *what, fanin_status status, const char *remedy,
                   const char *format, ...)
 {

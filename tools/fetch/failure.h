@@ -30,9 +30,6 @@ int failure_local(const char *what, fanin_status status, const char *remedy,
 fanin_status failure_set(fanin_error *error, fanin_status status, const char *remedy,
                          const char *format, ...) __attribute__((format(printf, 4, 5)));
 
-/** "no memory for @p what"; returns FANIN_ERR_MEMORY. */
-fanin_status failure_memory(fanin_error *error, const char *what);
-
 /** A wrong command line; names the command's help. Returns EXIT_USAGE. */
 int failure_usage(const char *command, const char *format, ...)
     __attribute__((format(printf, 2, 3)));

@@ -35,10 +35,8 @@ static fanin_status target_place(target *out, uint64_t index, const char *host,
         return failure_set(error, FANIN_ERR_ARGUMENT, "name every rank once",
                            "rank %" PRIu64 " is named twice", index);
     if (asprintf(&out->addresses[index], v6 ? "[%s]:%" PRIu64 : "%s:%" PRIu64, host,
-                 port) < 0) {
-        out->addresses[index] = NULL;
-        return failure_memory(error, "the addresses");
-    }
+                 port) < 0)
+        output_require(NULL);
     return FANIN_OK;
 }
 
@@ -47,9 +45,7 @@ static fanin_status target_reserve(target *out, uint64_t count, fanin_error *err
     if (count == 0 || count > TARGET_MAX_RANKS)
         return failure_set(error, FANIN_ERR_ARGUMENT, "1 to 65536 ranks are possible",
                            "a world of %" PRIu64 " ranks", count);
-    out->addresses = calloc(count, sizeof out->addresses[0]);
-    if (out->addresses == NULL)
-        return failure_memory(error, "the addresses");
+    out->addresses = output_require(calloc(count, sizeof out->addresses[0]));
     out->count = (uint32_t)count;
     return FANIN_OK;
 }
@@ -198,20 +194,15 @@ static fanin_status parse_publications(const json_t *list, const char *path,
         return FANIN_OK;
     if (!json_is_array(list))
         return bad_file(error, path, "\"publications\" is not a list");
-    out->publications = calloc(json_array_size(list) + 1, sizeof out->publications[0]);
-    if (out->publications == NULL)
-        return failure_memory(error, "the publications");
+    out->publications =
+        output_require(calloc(json_array_size(list) + 1, sizeof out->publications[0]));
     json_array_foreach(list, i, entry)
     {
         const char *name = json_string_value(entry);
         if (name == NULL)
             return bad_file(error, path, "one of \"publications\" is no name");
-        if (!options_is_publication(name) || is_named(out, name))
-            continue;
-        char *copy = strdup(name);
-        if (copy == NULL)
-            return failure_memory(error, "the publications");
-        out->publications[out->n_publications++] = copy;
+        if (options_is_publication(name) && !is_named(out, name))
+            out->publications[out->n_publications++] = output_require(strdup(name));
     }
     return FANIN_OK;
 }
@@ -244,8 +235,8 @@ static fanin_status parse_secret_file(const json_t *file, const char *path, targ
         return FANIN_OK;
     if (!json_is_string(file) || json_string_value(file)[0] != '/')
         return bad_file(error, path, "\"secret_file\" is no absolute path");
-    out->secret_file = strdup(json_string_value(file));
-    return out->secret_file != NULL ? FANIN_OK : failure_memory(error, "the target");
+    out->secret_file = output_require(strdup(json_string_value(file)));
+    return FANIN_OK;
 }
 
 /* What the ranks must announce: "world_id" and "server_name". */
@@ -265,8 +256,8 @@ static fanin_status parse_demands(const json_t *root, const char *path, target *
         return status;
     if (!json_is_string(name) || json_string_value(name)[0] == '\0')
         return bad_file(error, path, "\"server_name\" is no name");
-    out->server_name = strdup(json_string_value(name));
-    return out->server_name != NULL ? FANIN_OK : failure_memory(error, "the addresses");
+    out->server_name = output_require(strdup(json_string_value(name)));
+    return FANIN_OK;
 }
 
 static fanin_status parse_base(const json_t *root, const char *path, uint64_t size,
@@ -334,10 +325,8 @@ static fanin_status target_parse_file(const char *text, uint32_t world_size,
     struct stat st;
     int reason;
     bool directory = stat(text, &st) == 0 && S_ISDIR(st.st_mode);
-    if (asprintf(&out->file, "%s%s", text, directory ? "/nixl_info.json" : "") < 0) {
-        out->file = NULL;
-        return failure_memory(error, "the addresses");
-    }
+    if (asprintf(&out->file, "%s%s", text, directory ? "/nixl_info.json" : "") < 0)
+        output_require(NULL);
     json_t *root = json_file_read(out->file, MAX_FILE, &why, &reason);
     if (reason != 0)
         return target_unreadable(error, out->file, reason, why.text);

@@ -38,7 +38,7 @@ enum { TARGET_MAX_RANKS = 65536 };
  * "secret_file" names a file; other fields and publications of other kinds are ignored.
  *
  * FANIN_ERR_ARGUMENT: not understood; FANIN_ERR_NOT_FOUND: no such file; FANIN_ERR_IO: it
- * cannot be read; FANIN_ERR_MEMORY. On failure @p out is empty.
+ * cannot be read. On failure @p out is empty.
  */
 fanin_status target_parse(const char *text, uint32_t world_size, target *out,
                           fanin_error *error);

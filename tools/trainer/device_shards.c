@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/device_shards.h"
 #include "fetch/failure.h"
+#include "fetch/output.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -51,16 +52,8 @@ static uint64_t round_up(uint64_t n, uint64_t to)
 /* A new segment for a request of @p size; its number, SIZE_MAX after an error. */
 static size_t open_segment(device_shards *s, uint64_t size, fanin_error *error)
 {
-    if (s->n_segments == s->segments_capacity) {
-        size_t capacity = s->segments_capacity > 0 ? 2 * s->segments_capacity : 64;
-        segment *segments = realloc(s->segments, capacity * sizeof segments[0]);
-        if (segments == NULL) {
-            failure_memory(error, "segments");
-            return SIZE_MAX;
-        }
-        s->segments = segments;
-        s->segments_capacity = capacity;
-    }
+    s->segments = output_room(s->segments, s->n_segments, &s->segments_capacity,
+                              sizeof s->segments[0]);
     segment made = {.small = size <= SMALL_SIZE};
     made.size = made.small          ? SMALL_SEGMENT
                 : size < LARGE_SIZE ? LARGE_SEGMENT
@@ -113,7 +106,8 @@ static fanin_status make_images(device_shards *s, size_t count, fanin_error *err
     for (size_t i = 0; i < s->n_segments; i++) {
         s->segments[i].image = calloc(1, s->segments[i].used + 1);
         if (s->segments[i].image == NULL)
-            return failure_memory(error, "the bytes of the shards");
+            return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                               "no memory for the bytes of the shards");
     }
     for (size_t i = 0; i < count; i++) {
         const segment *g = &s->segments[s->in_segment[i]];
@@ -128,12 +122,9 @@ fanin_status device_shards_make(int device, const shard *shards, size_t count,
                                 void **memory_out, device_shards **out,
                                 fanin_error *error)
 {
-    device_shards *s = calloc(1, sizeof *s);
-    *out = s;
-    if (s == NULL ||
-        (s->in_segment = calloc(count + 1, sizeof s->in_segment[0])) == NULL ||
-        (s->images = calloc(count + 1, sizeof s->images[0])) == NULL)
-        return failure_memory(error, "the shards");
+    device_shards *s = *out = output_require(calloc(1, sizeof *s));
+    s->in_segment = output_require(calloc(count + 1, sizeof s->in_segment[0]));
+    s->images = output_require(calloc(count + 1, sizeof s->images[0]));
     s->device = device;
     s->shards = shards;
     s->memory = memory_out;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/models.h"
 #include "fetch/failure.h"
+#include "fetch/output.h"
 
 #include <jansson.h>
 #include <stdio.h>
@@ -67,12 +68,8 @@ static fanin_status tensor_list_make(tensor_list *list, size_t count, fanin_dtyp
     if (bits < 8 || bits % 8 != 0)
         return failure_set(error, FANIN_ERR_ARGUMENT, "give --dtype bf16 or another",
                            "elements of packed or unknown dtype");
-    list->tensors = calloc(count, sizeof list->tensors[0]);
-    list->names = malloc(count * NAME_SIZE);
-    if (list->tensors == NULL || list->names == NULL) {
-        tensor_list_free(list);
-        return failure_memory(error, "names");
-    }
+    list->tensors = output_require(calloc(count, sizeof list->tensors[0]));
+    list->names = output_require(malloc(count * NAME_SIZE));
     return FANIN_OK;
 }
 

@@ -91,9 +91,7 @@ static _Noreturn void child(ranks *r, uint32_t rank, pid_t parent)
 int ranks_start(const rank_options *options, ranks **ranks_out)
 {
     *ranks_out = NULL;
-    ranks *r = calloc(1, sizeof *r);
-    if (r == NULL)
-        return no_resources("memory");
+    ranks *r = output_require(calloc(1, sizeof *r));
     r->options = options;
     r->signals = r->ready = -1;
     int code = open_resources(r);

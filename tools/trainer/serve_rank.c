@@ -115,15 +115,6 @@ static void serve_rank_on_signal(int number)
     rank_board_stop(board_of_handler);
 }
 
-static fanin_status serve_rank_no_memory(fanin_error *error, const char *key)
-{
-    failure_set(error, FANIN_ERR_MEMORY,
-                "serve less (--layers, --shrink), or fewer runs",
-                "no memory for the shards");
-    snprintf(error->key, sizeof error->key, "%s", key);
-    return FANIN_ERR_MEMORY;
-}
-
 /* On a device as PyTorch does it; on the host each shard by an allocation of its own. */
 static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
 {
@@ -135,7 +126,11 @@ static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
         if (l->shards[i].bytes > 0 &&
             posix_memalign(&run->memory[i], 64, l->shards[i].bytes) != 0) {
             run->memory[i] = NULL;
-            return serve_rank_no_memory(error, run->name);
+            failure_set(error, FANIN_ERR_MEMORY,
+                        "serve less (--layers, --shrink), or fewer runs",
+                        "no memory for the shards");
+            snprintf(error->key, sizeof error->key, "%s", run->name);
+            return FANIN_ERR_MEMORY;
         }
     }
     return FANIN_OK;
@@ -146,10 +141,8 @@ static fanin_status allocate_run(life *l, size_t number, fanin_error *error)
     const tensor_list *list = l->options->tensors;
     published *run = &l->runs[number];
     rank_publication(l->options, number, run->name);
-    run->memory = calloc(list->count, sizeof run->memory[0]);
-    run->seeds = calloc(list->count, sizeof run->seeds[0]);
-    if (run->memory == NULL || run->seeds == NULL)
-        return serve_rank_no_memory(error, run->name);
+    run->memory = output_require(calloc(list->count + 1, sizeof run->memory[0]));
+    run->seeds = output_require(calloc(list->count + 1, sizeof run->seeds[0]));
     for (size_t i = 0; i < list->count; i++) {
         char key[FANIN_MAX_NAME + sizeof run->name + 2];
         snprintf(key, sizeof key, "%s:%s", run->name, list->tensors[i].name);
@@ -162,10 +155,8 @@ static fanin_status serve_rank_allocate(life *l, fanin_error *error)
 {
     const rank_options *o = l->options;
     uint32_t parts = o->world_size / o->replicate;
-    l->shards = calloc(o->tensors->count, sizeof l->shards[0]);
-    l->runs = calloc(o->n_runs, sizeof l->runs[0]);
-    if (l->shards == NULL || l->runs == NULL)
-        return serve_rank_no_memory(error, "");
+    l->shards = output_require(calloc(o->tensors->count + 1, sizeof l->shards[0]));
+    l->runs = output_require(calloc(o->n_runs, sizeof l->runs[0]));
     for (size_t i = 0; i < o->tensors->count; i++)
         shard_cut(&o->tensors->tensors[i], o->shard_dim, parts, l->rank % parts,
                   &l->shards[i]);
@@ -268,12 +259,10 @@ static fanin_status serve_rank_put(const life *l, const published *run,
                                    fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
-    fanin_tensor *tensors = calloc(list->count, sizeof tensors[0]);
-    fanin_box *boxes = calloc(list->count, sizeof boxes[0]);
+    fanin_tensor *tensors = output_require(calloc(list->count + 1, sizeof tensors[0]));
+    fanin_box *boxes = output_require(calloc(list->count + 1, sizeof boxes[0]));
     fanin_status status = FANIN_OK;
-    if (tensors == NULL || boxes == NULL)
-        status = serve_rank_no_memory(error, run->name);
-    for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
+    for (size_t i = 0; i < list->count; i++) {
         const tensor_spec *spec = &list->tensors[i];
         const shard *s = &l->shards[i];
         memcpy(boxes[i].offset, s->offset, sizeof s->offset);
@@ -291,7 +280,7 @@ static fanin_status serve_rank_put(const life *l, const published *run,
         };
         memcpy(tensors[i].shape, spec->shape, sizeof spec->shape);
     }
-    if (status == FANIN_OK && list->count > 0)
+    if (list->count > 0)
         status =
             fanin_server_put(l->server, run->name, tensors, list->count, false, error);
     if (status == FANIN_OK)

@@ -180,8 +180,8 @@ static int read_config(const char *path, const char *pair, source *out)
         return refuse_directory(path,
                                 errno == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
                                 strerror(errno));
-    out->config = malloc(MAX_CONFIG + 1);
-    size_t size = out->config != NULL ? fread(out->config, 1, MAX_CONFIG + 1, file) : 0;
+    out->config = output_require(malloc(MAX_CONFIG + 1));
+    size_t size = fread(out->config, 1, MAX_CONFIG + 1, file);
     bool bad = ferror(file) != 0;
     fclose(file);
     if (bad || size == 0 || size > MAX_CONFIG ||
