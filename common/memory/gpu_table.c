@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "array.h"
 #include "copy_list.h"
 #include "gpu_internal.h"
 
@@ -51,28 +52,44 @@ static fanin_status count_units(gpu_table *t, const copy_entry *entries,
     return FANIN_OK;
 }
 
+/* Units that are cut before they are uploaded: 3 MiB. */
+#define BLOCK_UNITS UINT32_C(65536)
+
+/* Behind the last entry of a block that begins with @p first: one at least. */
+static uint64_t end_of_block(const gpu_table *t, uint64_t first)
+{
+    uint64_t end = first + 1;
+    while (end < t->n && t->first[end + 1] - t->first[first] <= BLOCK_UNITS)
+        end++;
+    return end;
+}
+
 /* They come from pageable memory, so a copy has read a block when it returns. */
 static fanin_status upload_units(const gpu_table *t, const copy_entry *entries,
                                  CUstream stream, fanin_error *error)
 {
-    const copy_entry *block;
-    uint32_t begin = 0, units;
+    copy_entry *block = NULL;
+    size_t capacity = 0;
     CUresult result = CUDA_SUCCESS;
-    cut_ahead *cut = cut_ahead_open(entries, t->first, t->n);
-    bool ok = cut && cut_ahead_next(cut, &block, &units);
-    while (ok && block && result == CUDA_SUCCESS) {
-        if (units > 0)
-            result =
-                t->g->cuMemcpyAsync(t->memory + begin * sizeof *block,
-                                    (CUdeviceptr)block, units * sizeof *block, stream);
-        begin += units;
-        ok = cut_ahead_next(cut, &block, &units);
+    for (uint64_t i = 0, end; i < t->n && result == CUDA_SUCCESS; i = end) {
+        end = end_of_block(t, i);
+        uint32_t begin = t->first[i], units = t->first[end] - begin;
+        if (units == 0)
+            continue;
+        if (!array_reserve(&block, &capacity, units, sizeof *block)) {
+            free(block);
+            return error_set_memory(error);
+        }
+        for (uint64_t j = i; j < end; j++)
+            copy_units_cut(&entries[j], block + (t->first[j] - begin));
+        result = t->g->cuMemcpyAsync(t->memory + begin * sizeof *block,
+                                     (CUdeviceptr)block, units * sizeof *block, stream);
     }
-    cut_ahead_close(&cut);
-    if (result != CUDA_SUCCESS)
-        return gpu_error(t->g, error, result, "copying a table to device %d",
-                         t->device);
-    return ok ? FANIN_OK : error_set_memory(error);
+    free(block);
+    return result == CUDA_SUCCESS
+               ? FANIN_OK
+               : gpu_error(t->g, error, result, "copying a table to device %d",
+                           t->device);
 }
 
 /* Not on the default stream, which would wait for other work of the process. */

@@ -349,7 +349,7 @@ CASE(test_big_entries)
     free(expected);
 }
 
-/* More than are cut ahead, and one that alone is more than a block. */
+/* More than a block has, and one that alone is more than a block. */
 CASE(test_many_entries)
 {
     world *w = *state;
