@@ -137,9 +137,6 @@ typedef struct device_plan_parts {
     const path_reader *reader; /**< its sources are part of it */
     void *const *copies;       /**< source_copies, one a source */
     gather_set gather;
-    const int
-        *owners; /**< the device that holds a source's memory, -1: another; NULL: not
-                          known */
     work_stop *stop;
 } device_plan_parts;
 

@@ -200,23 +200,6 @@ static void forget_copies(void *detail)
     source_copies_free(&copies);
 }
 
-/* Which device holds what a source is read from: all of it, as a rule. */
-static int *find_owners(const path_planning *how)
-{
-    const path_plan *p = how->plan;
-    int *owners = calloc(p->n_sources + 1, sizeof *owners);
-    for (size_t i = 0; owners && i < p->n_sources; i++) {
-        const ipc_regions *s =
-            p->reader_of[i] == &ipc_reader
-                ? (const ipc_regions *)path_taken(how->publication, p->peer_of[i])->hold
-                : NULL;
-        owners[i] = s && s->regions->count > 0
-                        ? gpu_device_of_uuid(how->client->devices->g, s->keys[0].uuid)
-                        : -1;
-    }
-    return owners;
-}
-
 /* Staging on all that gather, so that one that has no room is found here and not in a read. */
 static fanin_status make_gather_staging(const path_planning *how, const device_plan *d,
                                         fanin_error *error)
@@ -233,18 +216,14 @@ static fanin_status make_gather_staging(const path_planning *how, const device_p
     return status;
 }
 
-static fanin_status try_tables(const path_planning *how, device_plan_parts *parts,
+static fanin_status try_tables(const path_planning *how, const device_plan_parts *parts,
                                device_plan **out, fanin_error *error)
 {
-    int *owners = parts->gather.n > 1 ? find_owners(how) : NULL;
-    parts->owners = owners;
     fanin_status status = device_plan_build(how->client->devices->g, parts, out, error);
     if (status == FANIN_OK)
         status = make_gather_staging(how, *out, error);
     if (status != FANIN_OK)
         device_plan_free(out);
-    free(owners);
-    parts->owners = NULL;
     return status;
 }
 

@@ -266,12 +266,8 @@ static void close_bench(bench *b)
 
 static void build(bench *b, gather_set gather)
 {
-    static const int owners[RANKS] = {0, 1, 0};
-    device_plan_parts parts = {.plan = &b->plan,
-                               .copies = b->copies,
-                               .reader = &ipc_reader,
-                               .gather = gather,
-                               .owners = owners};
+    device_plan_parts parts = {
+        .plan = &b->plan, .copies = b->copies, .reader = &ipc_reader, .gather = gather};
     device_plan_free(&b->tables);
     list_copies(b);
     assert_works(device_plan_build(b->client->devices->g, &parts, &b->tables, ERROR));
