@@ -3,6 +3,7 @@
 
 #include "array.h"
 #include "error_set.h"
+#include "wake.h"
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -17,7 +18,7 @@ static fanin_status signal_create(sink_signal **out, fanin_error *error)
     sink_signal *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
-    s->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->fd = wake_open();
     if (s->fd < 0) {
         int failed = errno;
         free(s);
@@ -43,9 +44,8 @@ static void signal_drop(sink_signal *s)
 
 static void wake_loop(const sink_signal *s)
 {
-    if (s->fd >=
-        0) /* fails only when the counter is full: then a wake-up is due anyway */
-        (void)eventfd_write(s->fd, 1);
+    if (s->fd >= 0)
+        wake_up(s->fd);
 }
 
 /* In a thread of the driver: the caller's stream got to where the pull began. */
@@ -441,8 +441,7 @@ static void look_at_stream(device_sink *s)
 static void on_signal(loop_source *source, uint32_t events)
 {
     device_sink *s = (device_sink *)((char *)source - offsetof(device_sink, source));
-    eventfd_t count;
-    (void)eventfd_read(source->fd, &count);
+    wake_heard(source->fd);
     (void)events;
     look_at_stream(s);
     while (s->held.first && (s->ready || s->failed))

@@ -5,9 +5,9 @@
 #include "frame.h"
 #include "thread.h"
 #include "trace.h"
+#include "wake.h"
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 /* One thread moves so much in the time that waking another one and telling of its end takes
@@ -30,7 +30,7 @@ typedef struct reading_thread {
 } reading_thread;
 
 struct reading_threads {
-    loop_source told; /* first: the loop hands it back; an eventfd */
+    loop_source told; /* an eventfd of the owner's: who looks after each turn */
     loop *owner;
     int halt; /* an eventfd that stays readable while all are to rest */
     atomic_bool halted;
@@ -107,13 +107,6 @@ static bool add_reading_thread(reading_threads *all)
 
 /* ---------------------------------------------------------------- all of them */
 
-static void on_told(loop_source *source, uint32_t events)
-{
-    eventfd_t count;
-    (void)events;
-    (void)eventfd_read(source->fd, &count); /* the caller looks after each turn */
-}
-
 reading_threads *reading_threads_create(loop *owner)
 {
     reading_threads *t = calloc(1, sizeof *t);
@@ -123,11 +116,9 @@ reading_threads *reading_threads_create(loop *owner)
     pthread_cond_init(&t->rested, NULL);
     t->owner = owner;
     t->quota = cpu_quota("/proc", "/sys");
-    t->halt = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    t->told = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
-                            .events = EPOLLIN,
-                            .ready = on_told};
-    if (t->halt < 0 || t->told.fd < 0 || loop_add(owner, &t->told, NULL) != FANIN_OK)
+    t->halt = wake_open();
+    if (loop_source_wake(&t->told, NULL) != FANIN_OK || t->halt < 0 ||
+        loop_add(owner, &t->told, NULL) != FANIN_OK)
         reading_threads_destroy(&t);
     return t;
 }
@@ -201,21 +192,20 @@ bool reading_threads_halted(const reading_threads *t)
 
 void reading_threads_tell(reading_threads *t)
 {
-    (void)eventfd_write(t->told.fd, 1);
+    wake_up(t->told.fd);
 }
 
 void reading_threads_rest(reading_threads *t)
 {
-    eventfd_t count;
     atomic_store(&t->halted, true);
-    (void)eventfd_write(t->halt, 1);
+    wake_up(t->halt);
     pthread_mutex_lock(&t->lock);
     for (unsigned i = 0; i < t->n; i++) {
         while (t->threads[i].turn)
             pthread_cond_wait(&t->rested, &t->lock);
     }
     pthread_mutex_unlock(&t->lock);
-    (void)eventfd_read(t->halt, &count);
+    wake_heard(t->halt);
     atomic_store(&t->halted, false);
     t->taken = 0;
 }

@@ -4,13 +4,13 @@
 #include "error_set.h"
 #include "load_lock.h"
 #include "thread.h"
+#include "wake.h"
 #include <errno.h>
 #include <netdb.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 /* Threads that wait for an answer, also to calls that have given up. */
@@ -59,7 +59,7 @@ static void *lookup_run(void *cookie)
     pthread_setname_np(pthread_self(), "fanin-lookup");
     lookup_ask(l);
     atomic_store(&l->done, true);
-    (void)eventfd_write(l->event, 1);
+    wake_up(l->event);
     lookup_let_go(l);
     atomic_fetch_sub(&running, 1);
     return NULL;
@@ -89,7 +89,7 @@ fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
         return error_set_memory(error);
     snprintf(l->host, sizeof l->host, "%s", host);
     atomic_init(&l->holders, 2);
-    l->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    l->event = wake_open();
     pin_own_library(); /* the thread may still run when the library is unloaded */
     bool many = atomic_fetch_add(&running, 1) >= LOOKUPS_MOST;
     int code = l->event < 0 ? errno : many ? EAGAIN : lookup_start_thread(l);
