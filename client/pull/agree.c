@@ -352,26 +352,18 @@ fanin_status agree_sufficient(fanin_client *client, const publication *p,
                               fanin_error *error)
 {
     plan_source *sources = calloc(client->n_peers, sizeof *sources);
-    bool *all = calloc(client->n_peers, sizeof *all);
-    if (!sources || !all) {
-        free(sources);
-        free(all);
+    if (!sources)
         return error_set_memory(error);
-    }
-    size_t n = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!use[i])
-            continue;
-        all[n] = true;
-        sources[n++] =
-            (plan_source){client->peers[i].control->peer.rank, p->shards[i].boxes};
+        if (use[i])
+            sources[i] =
+                (plan_source){client->peers[i].control->peer.rank, p->shards[i].boxes};
     }
     client_work work;
     client_work_start(&work, client, at);
     plan_rules rules = {.keys = &p->wanted, .stop = &work.stop};
-    *enough = plan_sufficient(p->keys, sources, n, all, &rules);
+    *enough = plan_sufficient(p->keys, sources, client->n_peers, use, &rules);
     free(sources);
-    free(all);
     return FANIN_OK;
 }
 

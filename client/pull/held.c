@@ -309,24 +309,20 @@ static fanin_status look_for_step(waiter *w, const fanin_pull_options *options,
 {
     fanin_client *client = w->client;
     const agree_need need = {.without = all_without, .cookie = w};
+    snapshot s = {0};
     fanin_status status = client_ensure_connected(client, patient, w->at, error);
-    if (status != FANIN_OK)
-        return status;
-    announcement *announced = calloc(client->n_peers, sizeof *announced);
-    bool *use = calloc(client->n_peers, sizeof *use);
-    if (announced && use)
-        status = agree(client, w->publication, options, &need, NULL, w->at, announced,
-                       use, error);
-    else
-        status = error_set_memory(error);
     if (status == FANIN_OK)
-        status = prove_step(w, announced, use, error);
+        status = snapshot_make(client, w->publication->name, &s, error);
+    if (status == FANIN_OK)
+        status = agree(client, w->publication, options, &need, NULL, w->at, s.announced,
+                       s.use, error);
+    if (status == FANIN_OK)
+        status = prove_step(w, s.announced, s.use, error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
-        if (use[i])
-            *step = announced[i].step;
+        if (s.use[i])
+            *step = s.announced[i].step;
     }
-    free(announced);
-    free(use);
+    snapshot_free(&s);
     return status;
 }
 
