@@ -247,7 +247,7 @@ fanin_status fanin_server_resume(fanin_server *server, const char *name,
     publication *p = NULL;
     fanin_status status = publication_call_check(server, name, error);
     if (status == FANIN_OK)
-        status = publication_lock_present(server, name, "pause", &p, error);
+        status = publication_lock_present(server, name, "resume", &p, error);
     if (status != FANIN_OK)
         return status;
     status = resume_now(server, p, error);

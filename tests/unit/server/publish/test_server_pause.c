@@ -297,8 +297,11 @@ SERVER_TEST(updates_are_refused_while_paused)
 SERVER_TEST(nothing_is_created)
 {
     fanin_server *s = server_start_lease(0);
-    assert_int_equal(fanin_server_pause(s, RUN, NULL, NULL), FANIN_ERR_NOT_FOUND);
-    assert_int_equal(fanin_server_resume(s, RUN, NULL), FANIN_ERR_NOT_FOUND);
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(fanin_server_pause(s, RUN, NULL, &error), FANIN_ERR_NOT_FOUND);
+    assert_string_equal(error.phase, "pause");
+    assert_int_equal(fanin_server_resume(s, RUN, &error), FANIN_ERR_NOT_FOUND);
+    assert_string_equal(error.phase, "resume");
     assert_int_equal(server_stats(s).publications, 0);
     assert_int_equal(fanin_server_pause(s, "nonsense", NULL, NULL), FANIN_ERR_ARGUMENT);
     assert_int_equal(fanin_server_resume(s, "nonsense", NULL), FANIN_ERR_ARGUMENT);
