@@ -51,6 +51,8 @@ typedef struct owner {
     uint64_t since_ns, last_ns; /* known, and its last duty came */
     size_t come, duties;        /* since then; dealt */
     size_t burst;               /* of those, that came together the last time */
+    size_t source;              /* that it is; SCHEDULE_ORIGIN: it is not read */
+    uint64_t turns;             /* so many may take over its duties: of find_late() */
 } owner;
 
 struct schedule {
@@ -58,7 +60,8 @@ struct schedule {
     uint64_t began_ns;
     const uint64_t *sizes;
     unit_state *units;
-    uint64_t *free; /* a bit a unit: it is neither proven nor asked for */
+    uint64_t *free;       /* a bit a unit: it is neither proven nor asked for */
+    uint64_t *own_duties; /* likewise: it is the reader's own duty */
     size_t n_units, n_left, n_words;
     size_t block; /* units that are dealt together */
     bool without_trainer;
@@ -111,11 +114,13 @@ schedule *schedule_create(const uint64_t *sizes, size_t n_units, const member *s
     s->n_words = n_units / 64 + 1;
     s->units = calloc(n_units + 1, sizeof *s->units);
     s->free = calloc(s->n_words, sizeof *s->free);
-    for (size_t u = 0; s->units && s->free && u < n_units; u++) {
+    s->own_duties = calloc(s->n_words, sizeof *s->own_duties);
+    bool room = s->units && s->free && s->own_duties;
+    for (size_t u = 0; room && u < n_units; u++) {
         s->units[u].brings = BRINGS_ALL;
         mark_bit(s->free, u);
     }
-    if (s->units && s->free &&
+    if (room &&
         array_reserve(&s->sources, &s->source_capacity, 1, sizeof *s->sources)) {
         s->sources[SCHEDULE_ORIGIN] = (source){.used = true};
         s->n_sources = 1;
@@ -135,6 +140,7 @@ void schedule_free(schedule *s)
     free(s->sources);
     free(s->units);
     free(s->free);
+    free(s->own_duties);
     free(s->owners);
     free(s->members);
     free(s);
@@ -160,6 +166,26 @@ static owner *find_owner(const schedule *s, const member *who)
                                member_compare);
 }
 
+/* @p dealt: whose each block of units is. */
+static void take_duties(schedule *s, const uint32_t *dealt)
+{
+    memset(s->own_duties, 0, s->n_words * sizeof *s->own_duties);
+    for (size_t u = 0; u < s->n_units; u++) {
+        s->units[u].owner = dealt[u / s->block];
+        if (s->units[u].owner == s->own)
+            mark_bit(s->own_duties, u);
+    }
+}
+
+/* SCHEDULE_ORIGIN: it is not read. */
+static size_t find_source(const schedule *s, const member *who)
+{
+    for (size_t i = 1; i < s->n_sources; i++)
+        if (s->sources[i].used && member_compare(&s->sources[i].who, who) == 0)
+            return i;
+    return SCHEDULE_ORIGIN;
+}
+
 bool schedule_list(schedule *s, const member *members, size_t n, uint64_t now_ns)
 {
     member *all = calloc(n + 1, sizeof *all);
@@ -180,15 +206,16 @@ bool schedule_list(schedule *s, const member *members, size_t n, uint64_t now_ns
     duty_deal(all, n, dealt, (s->n_units + s->block - 1) / s->block, load);
     for (size_t i = 0; i < n; i++) {
         const owner *before = s->owners ? find_owner(s, &all[i]) : NULL;
-        owners[i] = before
-                        ? *before
-                        : (owner){.who = all[i], .since_ns = now_ns, .last_ns = now_ns};
+        owners[i] = before ? *before
+                           : (owner){.who = all[i],
+                                     .since_ns = now_ns,
+                                     .last_ns = now_ns,
+                                     .source = find_source(s, &all[i])};
         owners[i].duties = load[i] * s->block;
         if (member_compare(&all[i], &s->self) == 0)
             s->own = i;
     }
-    for (size_t i = 0; i < s->n_units; i++)
-        s->units[i].owner = dealt[i / s->block];
+    take_duties(s, dealt);
     free(dealt);
     free(s->owners);
     free(s->members);
@@ -249,6 +276,9 @@ size_t schedule_join(schedule *s, const member *who, nearness near)
     s->sources[i] = (source){.used = true, .who = *who, .near = near, .has = has};
     if (i == s->n_sources)
         s->n_sources++;
+    owner *o = find_owner(s, who);
+    if (o)
+        o->source = i;
     source_changes(s, near);
     return i;
 }
@@ -294,8 +324,11 @@ void schedule_leave(schedule *s, size_t number)
     give_up_asked(s, number);
     schedule_forget(s, number);
     free(x->has);
+    owner *o = find_owner(s, &x->who);
     nearness near = x->near;
     *x = (source){0};
+    if (o && o->source == number)
+        o->source = find_source(s, &o->who);
     source_changes(s, near);
 }
 
@@ -306,23 +339,13 @@ static void duty_comes(owner *o, uint64_t now_ns)
     o->come++;
 }
 
-/* The source that is this member, NULL: there is none. */
-static const source *source_of(const schedule *s, const member *who)
-{
-    for (size_t i = 1; i < s->n_sources; i++) {
-        if (s->sources[i].used && member_compare(&s->sources[i].who, who) == 0)
-            return &s->sources[i];
-    }
-    return NULL;
-}
-
 /* Who is read says itself what it brings: others may have taken it over. Wherever another one's
    duty is first seen, its owner has brought it; but not where nothing is dealt. */
 static bool brings_duty(const schedule *s, const source *x, const owner *o, bool known)
 {
     if (member_compare(&x->who, &o->who) == 0)
         return true;
-    return !known && find_owner(s, &x->who) && !source_of(s, &o->who);
+    return !known && find_owner(s, &x->who) && o->source == SCHEDULE_ORIGIN;
 }
 
 void schedule_has(schedule *s, size_t number, size_t unit, bool first, uint64_t now_ns)
@@ -385,9 +408,9 @@ static bool is_avoided(const source *x, uint64_t now_ns)
 static uint64_t owner_lateness(const schedule *s, const owner *o, uint64_t middle,
                                uint64_t now_ns)
 {
-    const source *x = source_of(s, &o->who);
+    const source *x = &s->sources[o->source];
     uint64_t pace = pace_of(o) > 0 ? pace_of(o) : middle;
-    if (x && is_avoided(x, now_ns))
+    if (o->source != SCHEDULE_ORIGIN && is_avoided(x, now_ns))
         return x->lateness + (now_ns - x->avoided_ns) / AVOID_NS;
     if (pace == 0)
         return (now_ns - o->since_ns) / (2 * UNKNOWN_NS);
@@ -477,40 +500,53 @@ static bool fits_none(const schedule *s, size_t number, size_t unit)
     return s->units[unit].busy == 0;
 }
 
+/* Whether anybody's duties may be taken over now. */
+static bool look_at_owners(schedule *s, uint64_t now_ns)
+{
+    uint64_t middle = middle_pace(s), all = 0;
+    for (size_t i = 0; i < s->n_owners; i++) {
+        owner *o = &s->owners[i];
+        o->turns = i == s->own ? 0 : turns_of(owner_lateness(s, o, middle, now_ns));
+        all |= o->turns;
+    }
+    return all > 0;
+}
+
 /* Of what is late that for which the fewest others stand before this reader: else all would read
    the same at once. */
-static size_t find_late(const schedule *s, size_t avoided, uint64_t now_ns)
+static size_t find_late(schedule *s, size_t avoided, uint64_t now_ns)
 {
-    uint64_t middle = middle_pace(s), turns = 0, least = UINT64_MAX;
-    size_t known = SIZE_MAX; /* the owner whose turns these are */
+    uint64_t least = look_at_owners(s, now_ns) ? UINT64_MAX : 0;
     size_t best = s->n_units;
-    for (size_t u = 0; u < s->n_units && least > 0; u++) {
-        const unit_state *unit = &s->units[u];
-        if (!bit(s->free, u) || unit->owner == s->own ||
-            is_held(s, u, 0, avoided, now_ns))
-            continue;
-        if (known != unit->owner)
-            turns =
-                turns_of(owner_lateness(s, &s->owners[unit->owner], middle, now_ns));
-        known = unit->owner;
-        uint64_t rank = turns > 0 ? rank_of(s, u) : UINT64_MAX;
-        if (rank >= turns || rank >= least)
-            continue;
-        best = u;
-        least = rank;
+    for (size_t w = 0; w < s->n_words && least > 0; w++) {
+        uint64_t word = s->free[w];
+        while (word && least > 0) {
+            size_t u = 64 * w + take_bit(&word);
+            uint64_t turns = s->owners[s->units[u].owner].turns;
+            uint64_t rank = turns > 0 && !is_held(s, u, 0, avoided, now_ns)
+                                ? rank_of(s, u)
+                                : UINT64_MAX;
+            if (rank >= turns || rank >= least)
+                continue;
+            best = u;
+            least = rank;
+        }
     }
     return best;
 }
 
 /* Duties of the reader's own, then others' that are late. */
-static size_t find_for_origin(const schedule *s, uint64_t now_ns, bool *own_out)
+static size_t find_for_origin(schedule *s, uint64_t now_ns, bool *own_out)
 {
     size_t avoided = count_avoided(s, now_ns);
     *own_out = true;
-    for (size_t u = 0; u < s->n_units; u++) {
-        if (bit(s->free, u) && s->units[u].owner == s->own &&
-            !is_held(s, u, 0, avoided, now_ns))
-            return u;
+    for (size_t w = 0; w < s->n_words; w++) {
+        uint64_t word = s->free[w] & s->own_duties[w];
+        while (word) {
+            size_t u = 64 * w + take_bit(&word);
+            if (!is_held(s, u, 0, avoided, now_ns))
+                return u;
+        }
     }
     *own_out = false;
     return find_late(s, avoided, now_ns);
