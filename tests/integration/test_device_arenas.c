@@ -150,7 +150,6 @@ TEST(a_part_is_read_of_both_arenas)
 
 int main(void)
 {
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     setenv("FAKE_CUDA_DEVICES", "3", 1);
     describe();
     return tests_run(NULL);

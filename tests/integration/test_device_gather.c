@@ -294,6 +294,11 @@ CASE(a_device_fails_in_the_middle)
 
 static int open_lab(void **state)
 {
+    char memory[32];
+    snprintf(memory, sizeof memory, "%llu", (unsigned long long)DEVICE_BYTES);
+    setenv("FAKE_CUDA_MEMORY", memory, 1);
+    setenv("FAKE_CUDA_DEVICES", "4", 1);
+    unsetenv("CUDA_VISIBLE_DEVICES");
     lab_open(&the_lab, false);
     return 0;
 }
@@ -305,14 +310,3 @@ static int close_lab(void **state)
 }
 
 TESTS_BETWEEN(open_lab, close_lab)
-
-int main(void)
-{
-    char memory[32];
-    snprintf(memory, sizeof memory, "%llu", (unsigned long long)DEVICE_BYTES);
-    setenv("FAKE_CUDA_MEMORY", memory, 1);
-    setenv("FAKE_CUDA_DEVICES", "4", 1);
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    unsetenv("CUDA_VISIBLE_DEVICES");
-    return tests_run(NULL);
-}

@@ -933,7 +933,6 @@ TEST(test_probes_that_are_given_up)
 int main(void)
 {
     sem_init(&mapped, 0, 0);
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
     return tests_run(NULL);
 }

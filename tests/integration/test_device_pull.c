@@ -893,6 +893,7 @@ CASE(test_device_fails)
 
 static int open_lab(void **state)
 {
+    unsetenv("CUDA_VISIBLE_DEVICES");
     lab_open(&the_lab, false);
     return 0;
 }
@@ -904,10 +905,3 @@ static int close_lab(void **state)
 }
 
 TESTS_BETWEEN(open_lab, close_lab)
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    unsetenv("CUDA_VISIBLE_DEVICES");
-    return tests_run(NULL);
-}

@@ -88,7 +88,6 @@ static int load_driver(void **state)
     gpu *g;
     const logger quiet = {0};
     fanin_error error = FANIN_ERROR_INIT;
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     if (gpu_load(&quiet, &g, &error) != FANIN_OK)
         return -1;
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_OUT_OF_MEMORY, 0, 1);

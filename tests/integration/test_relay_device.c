@@ -73,10 +73,3 @@ TEST(device_memory_is_handed_on)
     reader_stop(&second);
     fanin_server_destroy(&server, 0);
 }
-
-static int load_driver(void **state)
-{
-    return setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-}
-
-TESTS_BETWEEN(load_driver, NULL)

@@ -2,6 +2,7 @@
 /* Start, devices and contexts. */
 #include "fake_cuda_internal.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,8 +22,18 @@ static __thread CUstreamCaptureMode capture_mode; /* 0: global */
 
 /* ---------------------------------------------------------------------- basics */
 
+/* It is the driver of who links it, whatever this machine has. */
+static void be_the_driver(void)
+{
+    Dl_info own;
+    const char *named = getenv("FANIN_CUDA_LIBRARY");
+    if (dladdr(&fake, &own) && (!named || strcmp(named, own.dli_fname) != 0))
+        setenv("FANIN_CUDA_LIBRARY", own.dli_fname, 1);
+}
+
 __attribute__((constructor)) static void prepare(void)
 {
+    be_the_driver();
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

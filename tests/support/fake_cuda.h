@@ -3,7 +3,7 @@
  * @file
  * A stand-in for the CUDA driver (libcuda.so.1) for machines without a GPU: the functions that
  * common/memory uses, on host memory, between real processes. Tests link libcuda-fake.so for the
- * functions below and name the same file in FANIN_CUDA_LIBRARY.
+ * functions below, and it then names itself in FANIN_CUDA_LIBRARY; other programs are told there.
  *
  * What it has in common with the real one:
  * - Device memory has addresses that the CPU cannot touch: reading one is a SIGSEGV, giving one

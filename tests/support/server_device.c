@@ -6,15 +6,6 @@
 
 static void *allocated[MOST_MEMORY];
 
-int device_set_up(void **state)
-{
-    (void)state;
-    const char *library = getenv("FANIN_TEST_CUDA_LIBRARY");
-    if (library)
-        setenv("FANIN_CUDA_LIBRARY", library, 1);
-    return library ? 0 : -1;
-}
-
 int device_tear_down(void **state)
 {
     server_tear_down(state);

@@ -10,8 +10,6 @@
 
 #define MIB ((size_t)1 << 20)
 
-/** Says which driver to load: for a group of tests. */
-int device_set_up(void **state);
 /** As SERVER_TEST(), and what device_alloc() gave is freed behind it. */
 #define DEVICE_TEST(name) TEST_WITH(name, NULL, device_tear_down)
 int device_tear_down(void **state);

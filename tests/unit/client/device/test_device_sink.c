@@ -557,17 +557,3 @@ CASE(host_memory_needs_no_sink)
     }
     assert_true(device_sink_destroy(&b->sink));
 }
-
-/* The stand-in, whatever driver this machine has. */
-static void choose_driver(void)
-{
-    const char *library = getenv("FANIN_TEST_CUDA_LIBRARY");
-    if (library)
-        setenv("FANIN_CUDA_LIBRARY", library, 1);
-}
-
-int main(void)
-{
-    choose_driver();
-    return tests_run(NULL);
-}

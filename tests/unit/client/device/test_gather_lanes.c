@@ -174,9 +174,3 @@ CASE(those_kept_aside_are_drained)
     assert_true(device_memory_drain(b->memory, deadline_in_ms(20000)));
     assert_int_equal(fake_cuda_calls("cuStreamQuery") - asked, 2 * GATHER_LANES);
 }
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return tests_run(NULL);
-}

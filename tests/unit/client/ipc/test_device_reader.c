@@ -382,7 +382,6 @@ TEST(odd_boxes_land_anywhere)
 
 int main(int argc, char **argv)
 {
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     if (argc == 3)
         return be_exporter(argv + 1);
     return tests_run(NULL);

@@ -263,7 +263,6 @@ static int set_up(void **state)
 {
     const logger quiet = {0};
     fanin_error error = FANIN_ERROR_INIT;
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     if (gpu_load(&quiet, &g, &error) != FANIN_OK)
         return -1;
     /* Device 1 is asked once. */

@@ -264,9 +264,3 @@ CASE(cpu_reads_plainly, SIGSEGV)
     signal(SIGSEGV, SIG_DFL);
     return cpu_reads();
 }
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return tests_run(NULL);
-}

@@ -627,9 +627,3 @@ CASE(test_failed_device)
 }
 
 TESTS_BETWEEN(set_up_all, NULL)
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return tests_run(NULL);
-}

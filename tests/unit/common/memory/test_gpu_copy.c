@@ -522,9 +522,3 @@ static int set_up_all(void **state)
 }
 
 TESTS_BETWEEN(set_up_all, NULL)
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return tests_run(NULL);
-}

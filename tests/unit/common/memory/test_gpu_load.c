@@ -346,9 +346,3 @@ OWN_PROCESS(needs_the_device, .checked = true)
     CHECK(stop(&e));
     return PASSED;
 }
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return tests_run(NULL);
-}

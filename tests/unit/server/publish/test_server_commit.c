@@ -600,8 +600,6 @@ DEVICE_TEST(failed_devices_are_told)
 
 static int set_up(void **state)
 {
-    if (device_set_up(state) != 0)
-        return -1;
     assert_works(gpu_load(&(logger){0}, &driver, ERROR));
     assert_int_equal(gpu_context_enter(driver, 0, NULL), FANIN_OK);
     CUstream made;

@@ -709,20 +709,15 @@ SERVER_TEST(a_patch_outlives_its_publication)
     assert_int_equal(counts().pinned, 0);
 }
 
-static int set_up(void **state)
-{
-    if (device_set_up(state) != 0)
-        return -1;
-    assert_works(gpu_load(&(logger){0}, &(gpu *){NULL}, ERROR));
-    shards = trainers_memory(sizeof *shards);
-    return 0;
-}
-#else
-static int set_up(void **state)
-{
-    shards = trainers_memory(sizeof *shards);
-    return 0;
-}
 #endif
+
+static int set_up(void **state)
+{
+#ifdef ON_DEVICE
+    assert_works(gpu_load(&(logger){0}, &(gpu *){NULL}, ERROR));
+#endif
+    shards = trainers_memory(sizeof *shards);
+    return 0;
+}
 
 TESTS_BETWEEN(set_up, NULL)

@@ -408,5 +408,3 @@ DEVICE_TEST(patches_need_pinned_memory)
     log_expect(1, "pinned host memory: allow the trainer that much");
     assert_int_equal(server_stats(s).patches_made, 0);
 }
-
-TESTS_BETWEEN(device_set_up, NULL)

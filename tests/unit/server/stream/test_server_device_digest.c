@@ -227,5 +227,3 @@ DEVICE_CLEAN_TEST(failures_are_answered)
     peer_request_digest(&s.l.data, &s.l.grant, BYTES, 0, &all, 1);
     peer_expect_error(&s.l.data, FANIN_ERR_STALE);
 }
-
-TESTS_BETWEEN(device_set_up, NULL)

@@ -181,9 +181,3 @@ TEST(test_half)
     assert_false(half_converts(FANIN_DTYPE_F64, FANIN_DTYPE_F16));
     assert_false(half_converts(FANIN_DTYPE_F32, FANIN_DTYPE_F32));
 }
-
-int main(void)
-{
-    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
-    return tests_run(NULL);
-}
