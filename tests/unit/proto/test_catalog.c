@@ -30,35 +30,6 @@ static void refuse_keys(const buffer *b, const char *message)
 
 /* ------------------------------------------------------------- key tables */
 
-TEST(keys_come_back)
-{
-    samples all = samples_of_keys();
-    key_table *t = decode_keys(&all.list[0].bytes);
-    assert_int_equal(t->count, 4);
-    assert_int_equal(t->n_pairs, 2);
-    assert_string_equal(t->entries[1].name, "a.lora_B.weight");
-    assert_int_equal(t->entries[1].dtype, FANIN_DTYPE_BF16);
-    assert_int_equal(t->entries[1].n_dims, 2);
-    assert_int_equal(t->entries[1].shape[0], 4864);
-    assert_int_equal(t->entries[1].bytes, 77824);
-    assert_int_equal(t->entries[2].bytes, 120);
-    assert_int_equal(t->bytes, 14336 + 77824 + 120);
-    assert_string_equal(t->pairs[0].key, "lora_alpha");
-    assert_string_equal(t->pairs[1].value, "8");
-    digest id = digest_of(all.list[0].bytes.data, all.list[0].bytes.size);
-    assert_true(digest_equal(&t->id, &id));
-    assert_int_equal(key_table_find(t, "b"), 2);
-    assert_int_equal(key_table_find(t, "a.lora_A.weight"), 0);
-    assert_int_equal(key_table_find(t, "a.lora_A"), -1);
-    assert_int_equal(key_table_find(t, ""), -1);
-    assert_int_equal(key_table_find(t, "z"), -1);
-    key_table_free(&t);
-    assert_null(t);
-    key_table_free(&t);
-    key_table_free(NULL);
-    samples_free(&all);
-}
-
 /* The head and the first key "name" of shape [4] u8, with what differs per test. */
 static buffer one_key(uint32_t count, const char *name, size_t name_size)
 {
@@ -525,88 +496,6 @@ TEST(other_cuts_are_explicit)
     n = chunks(boxes, 0, 4, 1);
     boxes[2] = boxes[1]; /* twice */
     assert_int_equal(rule_for(boxes, n + 1, 1, 4, got), BOXES_EXPLICIT);
-}
-
-/* Random boxes of random tensors, in random places. */
-TEST(explicit_boxes_come_back)
-{
-    random_source r = {6};
-    static const fanin_dtype dtypes[] = {FANIN_DTYPE_U8, FANIN_DTYPE_BF16,
-                                         FANIN_DTYPE_C64};
-    for (int round = 0; round < 2000; round++) {
-        key_entry keys[4];
-        char names[4][12];
-        uint32_t n_keys = 1 + (uint32_t)random_below(&r, 4);
-        for (uint32_t i = 0; i < n_keys; i++) {
-            snprintf(names[i], sizeof names[i], "k%u", i);
-            keys[i] = (key_entry){.name = names[i],
-                                  .dtype = dtypes[random_below(&r, 3)],
-                                  .n_dims = (uint32_t)random_below(&r, 5)};
-            for (uint32_t dim = 0; dim < keys[i].n_dims; dim++)
-                keys[i].shape[dim] = 1 + random_below(&r, 300);
-        }
-        box_record boxes[12];
-        uint64_t n = random_below(&r, 13);
-        uint64_t unit = UINT64_C(1) << random_below(&r, 14);
-        uint32_t key = 0;
-        memset(boxes, 0, sizeof boxes);
-        for (uint64_t i = 0; i < n; i++) {
-            box_record *x = &boxes[i];
-            if (random_below(&r, 2) && key + 1 < n_keys)
-                key++;
-            x->key = key;
-            x->block.n_dims = keys[key].n_dims;
-            for (uint32_t dim = 0; dim < keys[key].n_dims; dim++) {
-                x->block.offset[dim] = random_below(&r, keys[key].shape[dim]);
-                x->block.extent[dim] =
-                    1 + random_below(&r, keys[key].shape[dim] - x->block.offset[dim]);
-            }
-            x->place.region = (uint32_t)(random_below(&r, 4) ? random_below(&r, 3)
-                                                             : random_below(&r, 5000));
-            x->place.offset = unit * random_below(&r, UINT64_C(1) << 40);
-            x->place.packed = keys[key].n_dims == 0 || random_below(&r, 2);
-            for (uint32_t dim = 0; dim < keys[key].n_dims && !x->place.packed; dim++)
-                x->place.stride[dim] = (int64_t)random_below(&r, 100000) - 20000;
-            uint64_t end;
-            if (!place_end(&keys[key], &x->block, &x->place, &end) ||
-                place_strides_packed(&keys[key], &x->block, x->place.stride)) {
-                x->place.packed = true;
-                memset(x->place.stride, 0, sizeof x->place.stride);
-            }
-        }
-        world w = make_world(keys, n_keys);
-        buffer b = {0}, again = {0};
-        box_table *t;
-        fanin_error error = FANIN_ERROR_INIT;
-        box_table_encode(&b, keys, n_keys, boxes, n, 0, 1);
-        if (box_table_decode(b.data, b.size, w.keys, NULL, &t, &error))
-            fail_msg("%s", error.message);
-        assert_int_equal(box_table_count(t), n);
-        uint64_t of_keys = 0;
-        for (uint32_t i = 0; i < n_keys; i++) {
-            uint64_t count, first = box_table_of_key(t, i, &count);
-            for (uint64_t j = first; j < first + count; j++)
-                assert_int_equal(boxes[j].key, i);
-            of_keys += count;
-        }
-        assert_int_equal(of_keys, n);
-        for (uint64_t i = 0; i < n; i++) {
-            block blk;
-            box_place place;
-            box_table_get(t, i, &key, &blk, &place);
-            assert_int_equal(key, boxes[i].key);
-            assert_true(block_equal(&blk, &boxes[i].block));
-            assert_memory_equal(&place, &boxes[i].place, sizeof place);
-            assert_true(place.region < box_table_regions(t));
-        }
-        assert_true(recode_boxes(t, w.keys, &again));
-        assert_int_equal(again.size, b.size);
-        assert_memory_equal(again.data, b.data, b.size);
-        box_table_free(&t);
-        buffer_free(&b);
-        buffer_free(&again);
-        end_world(&w);
-    }
 }
 
 /* Tables written by hand for one key "m" of 10 x 6 F16. */

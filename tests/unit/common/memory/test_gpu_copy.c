@@ -147,48 +147,6 @@ static void assert_copied(world *w, uint64_t first, uint64_t count)
 
 /* ---------------------------------------------------------------------- tables */
 
-CASE(test_all_entries)
-{
-    world *w = *state;
-    gpu_table *t = table_of(w);
-    fake_cuda_counts a, b;
-    assert_ok(gpu_table_set_bases(t, w->stream, w->bases, &failure), failure);
-    fake_cuda_count(&a);
-    assert_ok(gpu_table_run(t, w->stream, 0, w->n, 0, (uintptr_t)w->to, &failure),
-              failure);
-    finish(w);
-    fake_cuda_count(&b);
-    assert_int_equal(b.kernels - a.kernels, 1);
-    assert_copied(w, 0, w->n);
-    gpu_table_destroy(&t);
-    assert_null(t);
-    gpu_table_destroy(&t);
-}
-
-CASE(test_parts)
-{
-    world *w = *state;
-    random_source r = {3};
-    gpu_table *t = table_of(w);
-    assert_ok(gpu_table_set_bases(t, w->stream, w->bases, &failure), failure);
-    for (int i = 0; i < 30; i++) {
-        uint64_t first = random_below(&r, w->n),
-                 count = random_below(&r, w->n - first + 1);
-        if (i < 10)
-            count = count > 0;
-        assert_ok(
-            gpu_table_run(t, w->stream, first, count, 0, (uintptr_t)w->to, &failure),
-            failure);
-        finish(w);
-        assert_copied(w, first, count);
-    }
-    assert_ok(gpu_table_run(t, w->stream, w->n, 0, 0, (uintptr_t)w->to, &failure),
-              failure);
-    finish(w);
-    assert_copied(w, w->n, 0);
-    gpu_table_destroy(&t);
-}
-
 /* In whatever turn: what is copied is the same, each entry once. */
 CASE(test_in_turns)
 {
@@ -276,24 +234,6 @@ CASE(test_equal_bases_cost_nothing)
     gpu_table_destroy(&t);
 }
 
-/* Without bases all are 0; the additions move both sides. */
-CASE(test_additions)
-{
-    world *w = *state;
-    gpu_table *t = table_of(w);
-    for (int i = 0; i < SOURCES; i++) {
-        assert_ok(gpu_table_run(t, w->stream, 0, w->n, w->bases[i + 1],
-                                (uintptr_t)w->to, &failure),
-                  failure);
-        finish(w);
-        const uint64_t none[SOURCES + 1] = {0};
-        copy_entries_run(w->entries, w->n, none, w->aliases[i + 1],
-                         (uintptr_t)w->expected);
-        assert_copied(w, 0, 0);
-    }
-    gpu_table_destroy(&t);
-}
-
 /* Long runs and many runs, which are cut, in one table with short ones. */
 CASE(test_big_entries)
 {
@@ -377,31 +317,6 @@ CASE(test_many_entries)
     gpu_table_destroy(&t);
     gpu_free(g, 0, memory);
     free(entries);
-}
-
-CASE(test_entries_of_one_use)
-{
-    world *w = *state;
-    void *pinned;
-    const uint64_t n = 1000;
-    assert_ok(gpu_host_alloc(g, n * sizeof(copy_entry), &pinned, &failure), failure);
-    memcpy(pinned, w->entries, n * sizeof(copy_entry));
-    copy_entry *entries = pinned;
-    for (uint64_t i = 0; i < n; i++)
-        entries[i].base = 0;
-    assert_ok(
-        gpu_entries_run(w->stream, entries, n, w->bases[2], (uintptr_t)w->to, &failure),
-        failure);
-    finish(w);
-    const uint64_t zero = 0;
-    copy_entries_run(entries, n, &zero, w->aliases[2], (uintptr_t)w->expected);
-    assert_copied(w, 0, 0);
-    assert_ok(
-        gpu_entries_run(w->stream, entries, 0, w->bases[2], (uintptr_t)w->to, &failure),
-        failure);
-    finish(w);
-    assert_copied(w, 0, 0);
-    gpu_host_free(g, pinned);
 }
 
 /* -------------------------------------------------------------------- failures */

@@ -568,32 +568,6 @@ SERVER_TEST(a_watch_reports_every_change)
 
 /* -------------------------------------------------------------------- begin */
 
-SERVER_TEST(begin_is_conditional)
-{
-    fanin_server *s = start_published(5);
-    peer p = peer_open(s);
-    grant good = peer_newest(&p), g = good;
-    g.step = 4;
-    msg_begin_ok ok = peer_begin(&p, &g);
-    assert_false(ok.granted);
-    assert_int_equal(ok.step, 5);
-    assert_int_equal(ok.state, WIRE_STATE_STABLE);
-    g = good;
-    g.catalog_version++;
-    ok = peer_begin(&p, &g);
-    assert_false(ok.granted);
-    assert_int_equal(ok.catalog_version, good.catalog_version);
-    assert_true(peer_begin(&p, &good).granted);
-    assert_true(peer_end(&p, &good, false).good);
-    server_begin(s);
-    ok = peer_begin(&p, &good);
-    assert_false(ok.granted);
-    assert_int_equal(ok.state, WIRE_STATE_WRITING);
-    fanin_server_stats stats = server_stats(s);
-    assert_int_equal(stats.begins_granted, 1);
-    assert_int_equal(stats.begins_refused, 3);
-}
-
 SERVER_TEST(a_session_has_a_limited_number_of_leases)
 {
     fanin_server *s = start_published(5);

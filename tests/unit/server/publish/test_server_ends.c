@@ -156,20 +156,3 @@ SERVER_TEST(a_kept_lease_is_waited_for_and_goes_with_its_epoch)
     assert_false(peer_end(&r.p, &r.g, false).good);
     assert_int_equal(server_stats(s).pulls_stale, 1);
 }
-
-/* An arena stands until it is about to be filled again. */
-SERVER_TEST(a_kept_lease_of_an_arena_outlives_one_commit)
-{
-    fanin_server *s = server_start_lease(0);
-    server_put(s, RUN, "a", memory, SIZE);
-    for (uint64_t step = 1; step <= 3; step++) {
-        if (step > 1)
-            server_begin(s);
-        server_snapshot(s, step);
-        static reader_here r;
-        if (step == 1)
-            r = lease_here(s);
-        assert_int_equal(confirm(&r.p, &r.g, (msg_end){0}), step < 3);
-    }
-    assert_int_equal(server_stats(s).leases, 0);
-}
