@@ -141,6 +141,8 @@ def test_scales_by_name():
         ({"no_such_key": 1}, "no_such_key 1"),
         ({"modules_to_not_convert": "lm_head"}, "give a list of names"),
         ({"modules_to_not_convert": ["re:.*"]}, "regular expressions"),
+        ({"ignored_layers": 5}, "ignored_layers is 5"),
+        ({"ignored_layers": {"lm_head": True}}, "give a list of names"),
         ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int-quantized"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
         (
@@ -156,7 +158,12 @@ def test_formats_that_are_refused(told, names):
     with pytest.raises(RequestError) as caught:
         format_of(told)
     assert names in str(caught.value)
-    assert caught.value.remedy
+    assert caught.value.remedy and caught.value.key
+
+
+def test_a_list_that_is_given_once():
+    assert format_of("fp8", (name for name in ("b", "a"))).skip == ("a", "b")
+    assert format_of({"ignored_layers": iter(["a"])}, iter(["a"])).skip == ("a",)
 
 
 def test_two_lists():

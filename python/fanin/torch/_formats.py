@@ -168,14 +168,16 @@ def format_of(quantize: Any, skip_modules: Any = None) -> Format | None:
     """
     if quantize is None:
         if skip_modules:
-            raise RequestError.make("skip_modules is given without quantize", _EXAMPLES)
+            raise RequestError.make(
+                "skip_modules is given without quantize", _EXAMPLES, key="skip_modules"
+            )
         return None
     if isinstance(quantize, str) and quantize == "fp8":
         quantize = {"quant_method": "fp8"}
     if hasattr(quantize, "to_dict"):
         quantize = quantize.to_dict()
     if not isinstance(quantize, Mapping):
-        raise RequestError.make(f"quantize is {quantize!r}", _EXAMPLES)
+        raise RequestError.make(f"quantize is {quantize!r}", _EXAMPLES, key="quantize")
     keys = {str(key): value for key, value in quantize.items()}
     skip = _list_of(keys, skip_modules)
     method = keys.pop("quant_method", "fp8")
@@ -188,29 +190,37 @@ def format_of(quantize: Any, skip_modules: Any = None) -> Format | None:
 
 def _refusal(key: str, value: Any) -> RequestError:
     return RequestError.make(
-        f"quantize has {key} {json.dumps(value, default=str)}, which fanin does not make", _EXAMPLES
+        f"quantize has {key} {json.dumps(value, default=str)}, which fanin does not make",
+        _EXAMPLES,
+        key="quantize",
     )
 
 
 def _list_of(keys: dict[str, Any], skip_modules: Any) -> tuple[str, ...]:
-    lists = {key: keys.pop(key) or [] for key in LISTS if key in keys}
-    if skip_modules is not None:
-        lists["skip_modules"] = skip_modules
-    lists = {key: told for key, told in lists.items() if told}
-    for key, told in lists.items():
-        if isinstance(told, str) or not all(isinstance(one, str) and one for one in told):
-            raise RequestError.make(f"{key} is {told!r}", 'give a list of names: ["lm_head"]')
-        if (regular := next((one for one in told if one.startswith("re:")), None)) is not None:
-            raise RequestError.make(
-                f"{key} has '{regular}', and engines read regular expressions differently",
-                'give whole parts of names ("mlp.gate") or a pattern ("*.mlp.gate")',
-            )
+    given = {key: keys.pop(key) for key in LISTS if key in keys} | {"skip_modules": skip_modules}
+    named = {key: _names_of(key, told) for key, told in given.items() if told is not None}
+    lists = {key: told for key, told in named.items() if told}
     if len({frozenset(told) for told in lists.values()}) > 1:
         raise RequestError.make(
-            " and ".join(f"{key} {list(told)}" for key, told in lists.items()) + " contradict",
+            " and ".join(f"{key} {told}" for key, told in lists.items()) + " contradict",
             "give one list",
         )
     return tuple(sorted(set(next(iter(lists.values()), ()))))
+
+
+def _names_of(key: str, told: Any) -> list[str]:
+    """Each looked at once: an iterator gives them no second time."""
+    is_list = isinstance(told, Iterable) and not isinstance(told, (str, bytes, Mapping))
+    names = list(told) if is_list else []
+    if not is_list or not all(isinstance(one, str) and one for one in names):
+        raise RequestError.make(f"{key} is {told!r}", 'give a list of names: ["lm_head"]', key=key)
+    if (regular := next((one for one in names if one.startswith("re:")), None)) is not None:
+        raise RequestError.make(
+            f"{key} has '{regular}', and engines read regular expressions differently",
+            'give whole parts of names ("mlp.gate") or a pattern ("*.mlp.gate")',
+            key=key,
+        )
+    return names
 
 
 def _of_fp8(keys: dict[str, Any], skip: tuple[str, ...]) -> Format:
