@@ -11,7 +11,6 @@
 #include "lookup.h"
 #include "net/connect.h"
 #include "net/reading_threads.h"
-#include "net/spans.h"
 #include "pull/choose_path.h"
 #include "pull/plan_cache.h"
 #include "pull/pull_session.h"

@@ -2,7 +2,6 @@
 #include "catalog/tables.h"
 
 #include "error_set.h"
-#include "net/spans.h"
 #include <inttypes.h>
 #include <stdio.h>
 

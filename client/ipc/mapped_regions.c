@@ -4,7 +4,6 @@
 #include "array.h"
 #include "device/devices.h"
 #include "error_set.h"
-#include "net/spans.h"
 #include <stdlib.h>
 #include <string.h>
 

@@ -2,7 +2,7 @@
 #include "net/connect.h"
 
 #include "error_set.h"
-#include "net/spans.h"
+#include "net/client_state.h"
 #include "net/talk.h"
 #include "net/trust.h"
 #include <stdio.h>

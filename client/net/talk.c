@@ -2,7 +2,7 @@
 #include "net/talk.h"
 
 #include "error_set.h"
-#include "net/spans.h"
+#include "net/client_state.h"
 #include "net/trust.h"
 #include <errno.h>
 #include <stdio.h>

@@ -10,7 +10,6 @@
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/connect.h"
-#include "net/spans.h"
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>

@@ -2,7 +2,6 @@
 #include "pull/agree.h"
 
 #include "error_set.h"
-#include "net/spans.h"
 #include "net/rank_status.h"
 #include "plan/plan.h"
 #include "pull/lease.h"

@@ -3,7 +3,6 @@
 
 #include "error_set.h"
 #include "net/client_rules.h"
-#include "net/spans.h"
 #include "pull/patches.h"
 #include "stream/stream_link.h"
 #include <inttypes.h>

@@ -3,7 +3,6 @@
 
 #include "convert.h"
 #include "error_set.h"
-#include "net/spans.h"
 #include "pull/lease.h"
 #include "pull/patches.h"
 #include "pull/plan_cache.h"

@@ -5,7 +5,6 @@
 #include "device/device_sink.h"
 #include "error_set.h"
 #include "net/client_rules.h"
-#include "net/spans.h"
 #include "pull/patches.h"
 #include "pull/result.h"
 #include <inttypes.h>

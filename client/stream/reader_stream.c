@@ -3,7 +3,6 @@
 
 #include "error_set.h"
 #include "net/reading_threads.h"
-#include "net/spans.h"
 #include "thread.h"
 #include <stdlib.h>
 #include <string.h>
