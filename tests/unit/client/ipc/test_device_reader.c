@@ -1,15 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reading by cuda_ipc: boxes with strides of their own land on devices and in host memory, which
-   has to be told of each of them. What exports them is this program once more, which makes the same
-   world again; what else there is to such reading test_device_pull.c shows. */
+   has to be told of each of them. What else there is to such reading test_device_pull.c shows. */
 #include "device/devices.h"
-#include "pull/choose_path.h"
 #include "ipc/ipc.h"
 #include "fake_cuda.h"
 #include "plan_world.h"
 #include "testing.h"
-
-#include <fcntl.h>
 
 #define RANKS 3
 #define KEYS (RANKS * WORLD_REGIONS * 2)
@@ -22,8 +18,6 @@ static const gather_set by_none = {.n = 0}, by_1 = {{1}, 1}, by_both = {{0, 1}, 
 typedef struct bench {
     world w;
     landing l;
-    pid_t child;
-    int until;
     fanin_client *client;
     path_plan plan;
     void *copies[WORLD_RANKS];
@@ -33,6 +27,7 @@ typedef struct bench {
     region_table regions[WORLD_RANKS];
     region_entry entries[WORLD_RANKS][2 * WORLD_REGIONS];
     ipc_key keys[KEYS];
+    void *exported[KEYS];
     device_source sources[WORLD_RANKS];
     memory_range ranges[1];
     size_t n_ranges;
@@ -69,85 +64,35 @@ static void make_odd(bench *b, fanin_dtype dtype)
 
 /* ------------------------------------------------------------------ exporter */
 
-/* Every region twice: the second arena holds the bytes, the first one nothing of use. */
-static void export_region(gpu *g, const world_rank *r, uint32_t rank, int region,
-                          bool filled, ipc_key *out)
+static void copy_now(bench *b, int device, void *to, const void *from, size_t bytes)
 {
-    void *memory;
-    gpu_range range;
     gpu_stream *stream;
-    fanin_error error = FANIN_ERROR_INIT;
+    assert_works(
+        device_memory_stream(b->client->devices->memory, device, &stream, ERROR));
+    assert_works(gpu_copy(stream, to, from, bytes, ERROR));
+    assert_works(gpu_stream_wait(stream, UINT64_MAX, ERROR));
+}
+
+/* Every region twice: the second arena holds the bytes, the first one nothing of use. */
+static void export_region(bench *b, uint32_t rank, uint32_t k)
+{
+    const world_rank *r = &b->w.ranks[rank];
+    uint32_t region = k % WORLD_REGIONS, at = rank * 2 * WORLD_REGIONS + k;
+    gpu *g = b->client->devices->g;
+    ipc_key *key = &b->keys[at];
     int device = (int)(rank % 2);
     size_t length = r->used[region] + 64;
-    if (gpu_alloc(g, device, length, &memory, &error) ||
-        gpu_stream_create(g, device, &stream, &error))
-        _exit(2);
-    if (filled && (gpu_copy(stream, (uint8_t *)memory + 64, r->memory[region],
-                            r->used[region], &error) ||
-                   gpu_stream_wait(stream, UINT64_MAX, &error)))
-        _exit(3);
+    gpu_range range;
     gpu_device info;
-    *out = (ipc_key){.offset = 64, .length = length};
-    if (gpu_range_of(g, memory, &range, &error) ||
-        gpu_export(g, &range, out->handle, &error) ||
-        gpu_device_get(g, device, &info, &error))
-        _exit(4);
-    memcpy(out->uuid, info.uuid, sizeof out->uuid);
-    gpu_stream_destroy(&stream);
-}
-
-/* Arguments: where the keys go, whose end ends it. */
-static int be_exporter(char **arguments)
-{
-    gpu *g;
-    static bench b;
-    static ipc_key keys[KEYS];
-    fanin_error error = FANIN_ERROR_INIT;
-    logger nobody = {0};
-    const world *w = &b.w;
-    int out = atoi(arguments[0]), until = atoi(arguments[1]);
-    make_odd(&b, 0);
-    if (gpu_load(&nobody, &g, &error))
-        return 1;
-    size_t n = 0;
-    for (uint32_t i = 0; i < w->n_ranks; i++) {
-        for (int k = 0; k < 2 * WORLD_REGIONS; k++)
-            export_region(g, &w->ranks[i], i, k % WORLD_REGIONS, k >= WORLD_REGIONS,
-                          &keys[n++]);
-    }
-    if (write(out, keys, n * sizeof *keys) != (ssize_t)(n * sizeof *keys))
-        return 5;
-    char end;
-    (void)!read(until, &end, 1);
-    return 0;
-}
-
-static void start_exporter(bench *b)
-{
-    int keys[2], until[2];
-    char out[12], end[12];
-    assert_int_equal(pipe(keys), 0);
-    assert_int_equal(pipe(until), 0);
-    assert_int_equal(fcntl(until[1], F_SETFD, FD_CLOEXEC), 0);
-    snprintf(out, sizeof out, "%d", keys[1]);
-    snprintf(end, sizeof end, "%d", until[0]);
-    b->child = fork();
-    assert_true(b->child >= 0);
-    if (b->child == 0) {
-        execl("/proc/self/exe", "export", out, end, (char *)NULL);
-        _exit(127);
-    }
-    close(keys[1]);
-    close(until[0]);
-    b->until = until[1];
-    size_t size = (size_t)b->w.n_ranks * 2 * WORLD_REGIONS * sizeof(ipc_key), got = 0;
-    while (got < size) {
-        ssize_t n = read(keys[0], (char *)b->keys + got, size - got);
-        if (n <= 0)
-            fail_msg("the exporter failed");
-        got += (size_t)n;
-    }
-    close(keys[0]);
+    assert_works(gpu_alloc(g, device, length, &b->exported[at], ERROR));
+    if (k >= WORLD_REGIONS)
+        copy_now(b, device, (uint8_t *)b->exported[at] + 64, r->memory[region],
+                 r->used[region]);
+    *key = (ipc_key){.offset = 64, .length = length};
+    assert_works(gpu_range_of(g, b->exported[at], &range, ERROR));
+    assert_works(gpu_export(g, &range, key->handle, ERROR));
+    assert_works(gpu_device_get(g, device, &info, ERROR));
+    memcpy(key->uuid, info.uuid, sizeof key->uuid);
 }
 
 static void make_shard(bench *b, uint32_t rank)
@@ -221,7 +166,6 @@ static void list_copies(bench *b)
 static void open_bench(bench *b)
 {
     fanin_client_config config;
-    start_exporter(b);
     fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     assert_works(fanin_client_create(&config, &b->client, ERROR));
@@ -230,6 +174,8 @@ static void open_bench(bench *b)
     b->client->devices->map = ipc_map_create(b->client->devices->g);
     b->client->devices->memory = device_memory_create(b->client->devices->g);
     for (uint32_t i = 0; i < b->w.n_ranks; i++) {
+        for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
+            export_region(b, i, k);
         make_shard(b, i);
         map_for(b, i, 0);
         map_for(b, i, 1);
@@ -257,9 +203,10 @@ static void close_bench(bench *b)
     ipc_map_sweep(b->client->devices->map);
     fake_cuda_count(&left);
     assert_int_equal(left.mappings, 0);
+    for (uint32_t i = 0; i < KEYS; i++)
+        gpu_free(b->client->devices->g, (int)(i / (2 * WORLD_REGIONS) % 2),
+                 b->exported[i]);
     fanin_client_destroy(&b->client);
-    close(b->until);
-    assert_int_equal(tests_await(b->child), 0);
     landing_free(&b->l);
     world_free(&b->w);
 }
@@ -297,15 +244,6 @@ static void read_all(bench *b)
 }
 
 /* ------------------------------------------------------------- destinations */
-
-static void copy_now(bench *b, int device, void *to, const void *from, size_t bytes)
-{
-    gpu_stream *stream;
-    assert_works(
-        device_memory_stream(b->client->devices->memory, device, &stream, ERROR));
-    assert_works(gpu_copy(stream, to, from, bytes, ERROR));
-    assert_works(gpu_stream_wait(stream, UINT64_MAX, ERROR));
-}
 
 /* What is read once needs no memory of the device, unless it is much, as odd boxes are. */
 static void check_table(const device_part *part, bool once)
@@ -378,11 +316,9 @@ TEST(odd_boxes_land_anywhere)
     }
 }
 
-/* ---------------------------------------------------------------------- main */
-
-int main(int argc, char **argv)
+static int set_up(void **state)
 {
-    if (argc == 3)
-        return be_exporter(argv + 1);
-    return tests_run(NULL);
+    return setenv("FAKE_CUDA_OWN_IPC", "1", 1);
 }
+
+TESTS_BETWEEN(set_up, NULL)
