@@ -15,6 +15,8 @@
 /* Below so many bytes the copying is not worth threads. */
 #define THREADS_FROM ((uint64_t)16 << 20)
 #define JOBS_A_CHUNK 8 /* each at least one landing */
+/* A copy engine loses 4 us a copy. From so many bytes on it is as fast as a kernel. */
+#define ENGINE_BYTES ((uint64_t)8 << 20)
 
 typedef struct part_run {
     gpu_stream *stream;
@@ -201,6 +203,24 @@ static fanin_status come_after(const device_reader *r, gpu_stream *stream,
     return after && after->handle ? gpu_stream_after(stream, after, error) : FANIN_OK;
 }
 
+/* Kernels of several processes take turns on a GPU. Its copy engines work beside them. */
+static bool suits_engines(const device_part *part)
+{
+    bool suits = part->bytes / ENGINE_BYTES >= part->n_entries;
+    for (uint64_t i = 0; i < part->n_entries && suits; i++)
+        suits = part->entries[i].runs == 1 && part->entries[i].convert == CONVERT_NONE;
+    return suits;
+}
+
+static fanin_status run_by_engine(gpu_stream *stream, const copy_entry *e,
+                                  fanin_error *error)
+{
+    /* NOLINTBEGIN(performance-no-int-to-ptr) */
+    return gpu_copy(stream, (void *)(uintptr_t)e->to, (const void *)(uintptr_t)e->from,
+                    e->run, error);
+    /* NOLINTEND(performance-no-int-to-ptr) */
+}
+
 /* From all sources in turn, as a table has them. */
 static fanin_status run_entries(const device_reader *r, const device_part *part,
                                 gpu_stream *stream, fanin_error *error)
@@ -208,6 +228,7 @@ static fanin_status run_entries(const device_reader *r, const device_part *part,
     copy_entry *room;
     uint32_t ways = (uint32_t)r->plan->n_sources;
     uint64_t n = 0;
+    bool engines = suits_engines(part);
     fanin_status status = device_memory_entries(r->r->client->devices->memory,
                                                 part->device, &room, error);
     if (status != FANIN_OK)
@@ -220,7 +241,9 @@ static fanin_status run_entries(const device_reader *r, const device_part *part,
         room[n].from += r->addresses[room[n].base];
         room[n++].base = 0;
     }
-    return gpu_entries_run(stream, room, n, 0, 0, error);
+    for (uint64_t i = 0; i < n && engines && status == FANIN_OK; i++)
+        status = run_by_engine(stream, &room[i], error);
+    return engines ? status : gpu_entries_run(stream, room, n, 0, 0, error);
 }
 
 static fanin_status start_part(device_reader *r, size_t i, fanin_error *error)

@@ -2,9 +2,10 @@
 /**
  * @file
  * Reading by cuda_ipc: a kernel on each destination device reads all ranks' mapped memory and
- * writes the final places. What goes to host memory is gathered in chunks on one device or
- * several, each of which copies its own by its copy engine, straight to the destination if CUDA may
- * write it, else by way of pinned chunks that threads empty. The servers take no part.
+ * writes the final places. Long runs that are read once go by copy engines. What goes to host
+ * memory is gathered in chunks on one device or several, each of which copies its own by its copy
+ * engine, straight to the destination if CUDA may write it, else by way of pinned chunks that
+ * threads empty. The servers take no part.
  */
 #ifndef IPC_H
 #define IPC_H

@@ -62,6 +62,24 @@ static void make_odd(bench *b, fanin_dtype dtype)
     }
 }
 
+/* A run of so many words of each rank, and a small tensor that is cut in that dimension. */
+static void make_long(bench *b, uint64_t words, uint32_t dim, fanin_dtype dtype)
+{
+    const uint64_t shapes[2][2] = {{2, words}, {128, 128}};
+    *b = (bench){0};
+    world_init(&b->w, 2, 5);
+    world_key(&b->w, FANIN_DTYPE_I64, 2, shapes[0]);
+    world_key(&b->w, FANIN_DTYPE_F32, 2, shapes[1]);
+    for (uint32_t i = 0; i < 2; i++) {
+        block row = block_chunk(2, shapes[0], 0, 2, i);
+        block half = block_chunk(2, shapes[1], dim, 2, i);
+        world_hold(&b->w, i, 0, &row, 0, 0, LAYOUT_PACKED);
+        world_hold(&b->w, i, 1, &half, 0, 0, LAYOUT_PACKED);
+    }
+    world_seal(&b->w, NULL);
+    landing_whole(&b->l, &b->w, dtype);
+}
+
 /* ------------------------------------------------------------------ exporter */
 
 static void copy_now(bench *b, int device, void *to, const void *from, size_t bytes)
@@ -312,6 +330,31 @@ TEST(odd_boxes_land_anywhere)
         land_on_device(&b, 1, true);
         land_on_host(&b, by_1);
         land_on_host(&b, by_both);
+        close_bench(&b);
+    }
+}
+
+/* Kernels of other processes do not hold up copy engines. */
+TEST(long_runs_that_are_read_once_are_copied_by_engines)
+{
+    static const struct {
+        uint64_t words;
+        uint32_t dim;
+        fanin_dtype dtype;
+        bool kernel;
+    } ways[] = {{2200000, 0, 0, false},
+                {2200000, 0, FANIN_DTYPE_BF16, true},
+                {2200000, 1, 0, true},
+                {1000000, 0, 0, true}};
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        bench b;
+        fake_cuda_counts before, after;
+        make_long(&b, ways[i].words, ways[i].dim, ways[i].dtype);
+        open_bench(&b);
+        fake_cuda_count(&before);
+        land_on_device(&b, 0, true);
+        fake_cuda_count(&after);
+        assert_int_equal(after.kernels - before.kernels, ways[i].kernel);
         close_bench(&b);
     }
 }
