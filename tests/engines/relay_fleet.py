@@ -35,7 +35,7 @@ class Fleet:
         # Else all is read before the others are found.
         wide = {"hidden_size": 512, "intermediate_size": 4096}
         self.model = save_full_model(scratch / "model", "qwen3", tied=True, **wide)
-        self.trainer = FullTrainer(self.model, scratch / "run", world_size=2)
+        self.trainer = FullTrainer(self.model, scratch / "run", world_size=2, digests=True)
         self.engines = [self._engine(scratch / name, *more) for name in names]
         self.trainer.wait_ready()
         for engine in self.engines:
