@@ -9,7 +9,9 @@
 #include "array.h"
 #include "error_set.h"
 #include "handing.h"
+#include "text.h"
 #include "thread.h"
+#include "trace.h"
 #include "wake.h"
 #include <errno.h>
 #include <stdlib.h>
@@ -119,6 +121,38 @@ static void account_brought(feed *f, const unit_run *runs, size_t n)
         wake_up(a->relay->wake);
 }
 
+static uint64_t bytes_of_runs(const parts *p, const unit_run *runs, size_t n)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < n; i++) {
+        for (uint32_t u = runs[i].first; u < runs[i].first + runs[i].count; u++)
+            bytes += p->unit_size[u];
+    }
+    return bytes;
+}
+
+/* Who brought which units, in as many spans as it takes to name all of them. */
+static void trace_brought(const feed *f, const batch *b)
+{
+    for (size_t i = 0; trace_on() && i < b->n;) {
+        char about[TRACE_ABOUT];
+        const size_t first = i;
+        text t = text_in(about, sizeof about);
+        text_add(&t, "%s: units", is_origin(f) ? "trainer" : f->who.address);
+        for (; i < b->n; i++) {
+            const unit_run *run = &b->runs[i];
+            if (!text_add_whole(&t, 0, " %u-%u", run->first,
+                                run->first + run->count - 1))
+                break;
+        }
+        trace_span span = trace_span_of(TRACE_BRING, b->began_ns, FANIN_OK, about);
+        span.bytes = bytes_of_runs(&f->of->relay->parts, b->runs + first, i - first);
+        span.step = f->of->step;
+        span.place = f->client->place;
+        trace_add(&span);
+    }
+}
+
 /* The source has answered: of what it has confirmed others may read. */
 static void on_confirmed(void *cookie, fanin_status status, const fanin_error *why)
 {
@@ -131,6 +165,7 @@ static void on_confirmed(void *cookie, fanin_status status, const fanin_error *w
     }
     fanin_error failed = FANIN_ERROR_INIT;
     if (prove_runs(f, b->runs, b->n, &failed) == FANIN_OK) {
+        trace_brought(f, b);
         account_brought(f, b->runs, b->n);
         return;
     }
@@ -160,23 +195,13 @@ static bool is_confirming(const feed *f)
     return false;
 }
 
-static uint64_t bytes_of_runs(const parts *p, const unit_run *runs, size_t n)
-{
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < n; i++) {
-        for (uint32_t u = runs[i].first; u < runs[i].first + runs[i].count; u++)
-            bytes += p->unit_size[u];
-    }
-    return bytes;
-}
-
 /* Of what it reads nothing counts before its source has confirmed it, which is not waited for. */
 static fanin_status bring_runs(feed *f, batch *b, fanin_error *error)
 {
     attempt *a = f->of;
     const parts *p = &a->relay->parts;
     group_run runs[RUNS];
-    uint64_t began = clock_ns();
+    uint64_t began = b->began_ns = clock_ns();
     for (size_t i = 0; i < b->n; i++)
         runs[i] = tensors_of_units(is_origin(f) ? p->unit_first : f->map->unit_first,
                                    b->runs[i]);

@@ -9,6 +9,7 @@
 #include "relay_readers.h"
 #include "relay_strikes.h"
 #include "secrets.h"
+#include <fanin/trace.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -119,6 +120,76 @@ CASE(all_at_once_share_each_step)
         for (size_t i = 0; i < READERS; i++)
             check_bytes(&readers[i], step);
     }
+}
+
+/* ------------------------------------------------------------------------- traces */
+
+static uint64_t number_behind(const char *text, const char *words)
+{
+    text = strstr(text, words);
+    assert_non_null(text);
+    return strtoull(text + strlen(words), NULL, 10);
+}
+
+/* Marks the units of a span, "...: units 0-7 9-9". Each comes once. */
+static void mark_units(const char *span, bool *units, size_t n)
+{
+    char *at = strstr(span, ": units ");
+    assert_non_null(at);
+    for (at += strlen(": units"); *at == ' ';) {
+        size_t first = strtoull(at + 1, &at, 10);
+        assert_int_equal(*at, '-');
+        size_t last = strtoull(at + 1, &at, 10);
+        assert_true(first <= last && last < n);
+        for (size_t u = first; u <= last; u++) {
+            assert_false(units[u]);
+            units[u] = true;
+        }
+    }
+}
+
+/* What the trace in @p text says that holders and the trainer brought. */
+static void read_brought(char *text, uint64_t bytes[2], bool *units, size_t n)
+{
+    char *line = NULL, *rest = text;
+    while ((line = strtok_r(rest, "\n", &rest))) {
+        if (!strstr(line, "\"name\":\"bring\""))
+            continue;
+        bool by_trainer = strstr(line, "\"about\":\"trainer: ") != NULL;
+        assert_true(by_trainer || strstr(line, "\"about\":\"127.0.0.1:"));
+        assert_int_equal(number_behind(line, "\"step\":"), 1);
+        bytes[by_trainer] += number_behind(line, "\"bytes\":");
+        mark_units(line, units, n);
+    }
+}
+
+CASE(a_trace_tells_who_brought_which_units)
+{
+    char folder[] = "/tmp/relay-trace-XXXXXX", path[sizeof folder + 16];
+    static char text[4 << 20];
+    uint64_t bytes[2] = {0};
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    assert_non_null(mkdtemp(folder));
+    snprintf(path, sizeof path, "%s/one.json", folder);
+    assert_ok(fanin_trace_start(path, &readers[1].error), readers[1].error);
+    expect_pull(&readers[1], 1);
+    assert_ok(fanin_trace_stop(&readers[1].error), readers[1].error);
+    FILE *file = fopen(path, "r");
+    assert_non_null(file);
+    text[fread(text, 1, sizeof text - 1, file)] = '\0';
+    fclose(file);
+    unlink(path);
+    rmdir(folder);
+    fanin_relay_stats s = stats_of(&readers[1]);
+    bool *units = calloc(s.units, sizeof *units);
+    assert_non_null(units);
+    read_brought(text, bytes, units, s.units);
+    assert_int_equal(bytes[false], s.bytes_from_relays);
+    assert_int_equal(bytes[true], s.bytes_from_origin);
+    for (size_t u = 0; u < s.units; u++)
+        assert_true(units[u]);
+    free(units);
 }
 
 /* ------------------------------------------------------------------------- sites */
