@@ -232,6 +232,40 @@ def test_an_adapter_beside_others(tmp_path: Path) -> None:
     assert torch.equal(second[query], base.state_dict()[query])  # its B is zero
 
 
+def test_a_refresh_that_fails(tmp_path: Path) -> None:
+    """The adapter of before is the published one yet, and steps of another one are refused."""
+    model = two_adapters()
+    with serve(model) as server:
+        server.publish(0)
+        model.base_model.set_adapter(["default", "other"])
+        with pytest.raises(RequestError, match="default, other are active"):
+            server.refresh()
+        model.set_adapter("other")
+        model.get_base_model().add_module("more", torch.nn.Identity())
+        with pytest.raises(RequestError, match=r"'default' of .* is not .*active \(other\)"):
+            server.publish(1)
+        model.set_adapter("default")
+        server.publish(1)
+        same(pulled(server), saved(lambda: adapted("embedding"), tmp_path))
+
+
+def test_an_adapter_that_is_deleted(tmp_path: Path) -> None:
+    model = two_adapters()
+    with serve(model) as server:
+        server.publish(0)
+        model.set_adapter("other")
+        model.delete_adapter("default")
+        with pytest.raises(RequestError, match="no LoRA layer of the adapter 'default'") as caught:
+            server.publish(1)
+        assert "refresh()" in caught.value.remedy
+        server.refresh()
+        server.publish(1)
+        same(pulled(server), merged_now(model, tmp_path))
+        model.delete_adapter("other")
+        with pytest.raises(RequestError, match="the model has no adapter any more"):
+            server.refresh()
+
+
 def test_an_adapter_that_joins_the_run(tmp_path: Path) -> None:
     """Its layers are found where the base's were by reference."""
     model = with_adapter(random_model("qwen3"), r=2, target_modules=["q_proj"])
@@ -368,7 +402,7 @@ REFUSED = {
         ),
         "adds to 'model.embed_tokens.weight', which is tied to 'lm_head.weight'",
     ),
-    "a quantized base": (eight_bits, r"layers.1.*q_proj' adds to .*float8_e4m3fn: the base is"),
+    "a quantized base": (eight_bits, r"layers.1.*q_proj' adds to .*float8_e4m3fn, not BF16"),
 }
 
 

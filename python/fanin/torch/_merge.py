@@ -259,9 +259,16 @@ class Merge(Batch):
         #: What the step that is made now is made of, None: it will not be repeated.
         self._step: Step | None = None
 
-    def choose(self) -> None:
-        """The next :meth:`look` takes the adapter that is active then."""
-        self._adapter = ""
+    @contextlib.contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Inside, :meth:`look` takes the adapter that is active. If that raises, all is as before:
+        ranks that have not agreed gather the same factors yet."""
+        before, self._adapter = dict(vars(self)), ""
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def look(self) -> None:
         """Finds the layers of the adapter, at first of the one that is active now. RequestError:
@@ -283,7 +290,8 @@ class Merge(Batch):
         if not layers:
             raise RequestError.make(
                 f"merge=True found no LoRA layer of the adapter '{self._adapter}'",
-                "give what get_peft_model() made with a LoraConfig",
+                "give what get_peft_model() made with a LoraConfig; if the adapter was deleted or "
+                "renamed, set_adapter() another one and call refresh() on every rank",
             )
         self._layers = {}
         for layer in reversed(layers):  # the innermost first
@@ -299,9 +307,8 @@ class Merge(Batch):
     def _active(self) -> str:
         kinds = kinds_of(self._holder)
         if kinds != ["LORA"]:
-            raise RequestError.make(
-                f"merge=True merges LoRA, and the model has {' and '.join(kinds)}", _OTHERS
-            )
+            what = " and ".join(kinds) or "no adapter any more"
+            raise RequestError.make(f"merge=True merges LoRA, and the model has {what}", _OTHERS)
         active = active_adapters(self._holder)
         if len(active) != 1:
             raise RequestError.make(
@@ -365,9 +372,9 @@ class Merge(Batch):
         if base.dtype not in _FLOATING:
             raise _refused(
                 self._layers[key][0].path,
-                f"adds to '{name}', whose elements are of {base.dtype}: the base is quantized",
-                "give transform= that says what the base's values are, or publish the adapter by "
-                "fanin.torch.AdapterServer",
+                f"adds to '{name}', whose elements are {base.dtype}, not BF16, F16 or F32",
+                "give transform= that says what the values of a quantized base are, or publish the "
+                "adapter by fanin.torch.AdapterServer",
             )
         self._refuse_split_dora(key, name, tuple(base.shape), base.parts)
         return self._merged(base, given, Stored(name, module, attribute, self._cut))

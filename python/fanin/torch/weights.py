@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -475,6 +476,21 @@ class WeightServer(Publisher):
                 one.fail(f"{type(error).__name__}: {error}"[:400], at)
 
     def _refresh(self, run: OneRun) -> None:
+        merge = run.parameters.transform
+        with merge.choosing() if isinstance(merge, Merge) else contextlib.nullcontext():
+            change, table, agreed = self._agree_anew(run)
+        self._tables[run.publication] = table
+        self._unsettled.add(run.publication)
+        run.kept, run.ties = agreed.kept, tuple(lost_ties(run.parameters.root, change.items or ()))
+        self._tell(run, change._replace(metadata=agreed.metadata))
+        others = self._casting.marked(_others(agreed.wholes, table), run.kept)
+        self._server.put(run.publication, others, replace=True)
+        for name in set(self._server.names(run.publication)) - {one.name for one in agreed.wholes}:
+            self._server.remove(run.publication, name)
+        self._unsettled.discard(run.publication)
+
+    def _agree_anew(self, run: OneRun) -> tuple[Change, Table, Agreed]:
+        """What this rank holds now, and what all do."""
         change, error = None, None
         table: Table = {}
         metadata: dict[str, str] = {}
@@ -485,8 +501,6 @@ class WeightServer(Publisher):
                     f"{run.publication} is paused", "resume(run) it before", key=run.publication
                 )
             self._refuse_written([run])
-            if isinstance(run.parameters.transform, Merge):
-                run.parameters.transform.choose()
             change, metadata = run.parameters.look(anew=True), run.describe()
             kept = kept_in_f32(run.parameters.root, metadata.get("config"), change.states)
             table = dict(self._tables[run.publication])
@@ -497,15 +511,7 @@ class WeightServer(Publisher):
             error = cause_of(caught)
         agreed = self._united(run.publication, table, metadata, kept, run.parameters, error)
         assert change is not None
-        self._tables[run.publication] = table
-        self._unsettled.add(run.publication)
-        run.kept, run.ties = agreed.kept, tuple(lost_ties(run.parameters.root, change.items or ()))
-        self._tell(run, change._replace(metadata=agreed.metadata))
-        others = self._casting.marked(_others(agreed.wholes, table), run.kept)
-        self._server.put(run.publication, others, replace=True)
-        for name in set(self._server.names(run.publication)) - {one.name for one in agreed.wholes}:
-            self._server.remove(run.publication, name)
-        self._unsettled.discard(run.publication)
+        return change, table, agreed
 
 
 def _unfit(root: Any, entries: Iterable[str]) -> set[str]:
