@@ -214,7 +214,7 @@ void pull_log_whole(pull *p, fanin_status status, const fanin_error *error)
         text_add(&line, ", which were there");
     else if (status == FANIN_OK)
         text_add(&line, " by %s", fanin_path_name(info->path));
-    if (!info->whole_because && info->base_step + info->patch_bytes > 0)
+    if (p->delta)
         text_add(&line, ", %" PRIu64 " bytes of patches since step %" PRIu64,
                  info->patch_bytes, info->base_step);
     if (info->whole_because)

@@ -73,13 +73,14 @@ def _span_of(name: str, options: _ffi.PullOptions) -> Span:
     )
 
 
-def _tell_span(told: Span, result: PullResult) -> None:
+def _tell_span(told: Span, result: PullResult, asked: bool) -> None:
+    """asked: for deltas."""
     if not told.recording:
         return
     told.set(step=result.step, world=result.world_id, bytes=result.bytes, tensors=result.tensors)
     told.set(ranks=len(result.ranks), path=result.path, reused=result.reused)
     told.set(restarts=result.restarts, stale=result.stale)
-    if result.base_step or result.patch_bytes or result.whole_because:
+    if asked and not result.reused:
         told.set(base_step=result.base_step, patch_bytes=result.patch_bytes)
     told.set(**{f"{phase}_ms": 1e3 * getattr(result, phase) for phase in _PHASES})
 
@@ -239,7 +240,7 @@ class Puller(ClosableHandle):
 
         with _span_of(name, options) as told:
             done = self._alone(name, call)
-            _tell_span(told, done)
+            _tell_span(told, done, bool(options.deltas or options.delta_from))
             return done
 
     def _tell(

@@ -225,7 +225,7 @@ class Launch:
 class OneTensor:
     """What a shadow is to what reads ahead."""
 
-    bytes, holds, place = 16, 16, "cpu"
+    bytes, place, asked = 16, "cpu", False
 
     def __init__(self) -> None:
         self.read, self.model = torch.zeros(4), torch.zeros(4)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import local_world
 import numpy as np
 import pytest
 from fanin.config import ConfigError, trainer_config
+from fanin.engine.landing import Summary, note_delta
 from fanin.errors import RequestError
 from local_world import PATIENCE
 
@@ -91,6 +93,27 @@ def test_a_step_after_the_other(world: World, reader: Reader) -> None:
         result = reader.pull()
         assert (result.step, result.base_step, result.whole_because) == (step, step - 1, "")
         assert 0 < result.patch_bytes < whole / 10 and result.apply > 0 and result.verified
+
+
+def test_step_0_once_more_is_told_as_what_it_read(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of it nothing has changed: neither the step that is held nor the bytes say that it came by
+    patches."""
+    world.step = -1
+    world.commit()
+    with caplog.at_level(logging.INFO, "fanin"):
+        reader = Reader(world)
+        first, again = reader.pull(), reader.pull()
+        reader.client.close()
+    assert (again.whole_because, again.base_step, again.patch_bytes) == ("", 0, 0)
+    whole, patched, plain = Summary(bytes=1), Summary(bytes=1), Summary(bytes=1)
+    note_delta(whole, first, True)
+    note_delta(patched, again, True)
+    note_delta(plain, again, False)
+    assert (whole.bytes, patched.bytes, patched.since, plain.bytes) == (1, 0, 0, 1)
+    assert ", 0.0 % of 0.48 MB since step 0 in" in str(patched)
+    assert ", 0 bytes of patches since step 0, " in caplog.text
 
 
 def test_what_else_writes_the_memory(world: World, reader: Reader) -> None:

@@ -51,9 +51,9 @@ def test_what_it_asks_is_proven_unless_somebody_says_no(verify: bool | None) -> 
 def test_a_worker_on_another_path_gives_up_unless_it_was_told(said: Any, asks: bool) -> None:
     """Proofs are not for free, and no patch comes by shared memory."""
     asking, first = deltas.Asking(said, None, None), published(deltas="4")
-    asking.came(result(), 100)
+    asking.came(result())
     assert asking.asks(first)
-    asking.came(result("cma", whole_because="of the path"), 100)
+    asking.came(result("cma", whole_because="of the path"))
     assert asking.asks(first) is asks
     again = Published((), {"deltas": "4"}, "", "another launch")
     assert asking.asks(again)
@@ -66,8 +66,8 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = client.CollectorRegistry()
     monkeypatch.setattr(metrics, "_deltas", metrics._make_deltas(registry))
     counts = deltas.Counts()
-    counts.add(result(patch_bytes=20, base_step=6), 1000)
-    counts.add(result(whole_because="of the path"), 1000)
+    counts.add(result(bytes=1000, patch_bytes=20, base_step=6))
+    counts.add(result(bytes=1000, whole_because="of the path"))
     assert counts.told() == {"pulls": 1, "saved_bytes": 980, "wholes": {"of the path": 1}}
     read = {"whole_because": ""}
     assert registry.get_sample_value("fanin_delta_pulls_total", read) == 1

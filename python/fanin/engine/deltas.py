@@ -64,9 +64,9 @@ class Asking:
         """Of a ``pull_into`` that asks."""
         return {"verify": self._verify, "deltas": True}
 
-    def came(self, result: PullResult, whole: int) -> None:
-        """It has brought that, of a step of *whole* bytes."""
-        counts.add(result, whole)
+    def came(self, result: PullResult) -> None:
+        """It has brought that."""
+        counts.add(result)
         self._unequal = self._unequal + 1 if result.whole_because.startswith(_UNEQUAL) else 0
         if self._unequal == _UNEQUAL_MOST and self._said == "auto":
             _log.info("fanin: no deltas are asked for from now on: the engine writes what it holds")
@@ -85,9 +85,9 @@ class Counts:
         self._deltas = self._saved = 0
         self._wholes: Counter[str] = Counter()
 
-    def add(self, result: PullResult, whole: int) -> None:
-        """One more, of a step of *whole* bytes."""
-        saved = 0 if result.whole_because else whole - result.patch_bytes
+    def add(self, result: PullResult) -> None:
+        """One more."""
+        saved = 0 if result.whole_because else result.bytes - result.patch_bytes
         with self._lock:
             if result.whole_because:
                 self._wholes[result.whole_because] += 1

@@ -85,11 +85,12 @@ def part_of(read: int, whole: int, since: int) -> str:
     return f", {read / whole:.1%} of {size} since step {since}".replace("%", " %")
 
 
-def note_delta(summary: Summary, result: Any, whole: int) -> None:
-    """Puts in *summary* what a pull of a step of *whole* bytes has read of it, if not all."""
+def note_delta(summary: Summary, result: PullResult, asked: bool) -> None:
+    """Puts in *summary* what a pull has read of a step, if not all. asked: for deltas."""
     summary.whole_because = result.whole_because
-    if not result.whole_because and (result.base_step or result.patch_bytes):
-        summary.bytes, summary.whole, summary.since = result.patch_bytes, whole, result.base_step
+    if asked and not result.whole_because:
+        summary.bytes, summary.whole = result.patch_bytes, result.bytes
+        summary.since = result.base_step
 
 
 class Progress:

@@ -27,12 +27,12 @@ _ASK = 0.3
 
 
 class StepMemory(Protocol):
-    """Memory beside a model for one step of it. bytes: of it, with gaps. holds: bytes of a step.
-    place: where, for the log."""
+    """Memory beside a model for one step of it. bytes: of it, with gaps. place: where, for the log.
+    asked: whether it was filled by a pull that asked for deltas."""
 
     bytes: int
-    holds: int
     place: str
+    asked: bool
 
     def on_stream(self) -> Callable[[], AbstractContextManager[Any]]:
         """What another thread has to be in when it fills."""
@@ -161,7 +161,7 @@ class Prefetch:
             worlds={str(result.world_id)},
             incarnations=self._incarnations,
         )
-        note_delta(summary, result, self._shadow.holds)
+        note_delta(summary, result, self._shadow.asked)
         return summary
 
     def cancel(self) -> None:

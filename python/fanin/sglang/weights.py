@@ -301,7 +301,7 @@ class _Live:
             )
         read, changed = pulled.bytes, ""
         if asks:
-            self._asking.came(pulled, pulled.bytes)
+            self._asking.came(pulled)
             if not pulled.whole_because:
                 read = pulled.patch_bytes
                 changed = part_of(read, pulled.bytes, pulled.base_step)

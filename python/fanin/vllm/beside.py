@@ -66,8 +66,8 @@ class Shadow:
             layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
         self._tensors = self._lay_out(layouts, workers)
         self._packed: PackedMapping = landing.mapping.pack(self._lookup)
-        self.holds = sum(group.bytes for group in self._packed.groups)
         self._asking = asking if self._packed.dtype is None else None
+        self.asked = False
         self._installing = landing.installation(self._tensors)
 
     def _lay_out(
@@ -109,6 +109,7 @@ class Shadow:
         asking = self._asking
         if asking is not None and not asking.asks(trainer.published):
             asking = None
+        self.asked = asking is not None
         if asking is not None:
             how = asking.options()
         result = trainer.reader.pull_into(
@@ -121,7 +122,7 @@ class Shadow:
             **how,
         )
         if asking is not None:
-            asking.came(result, self.holds)
+            asking.came(result)
         self._packed.settle()
         return result
 

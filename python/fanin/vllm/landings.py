@@ -345,7 +345,8 @@ class MappedLanding(Landing):
         if self._loader is not None:
             loaded = self._loader.pull(trainer, step, deadline, writing)
         summary = Summary(worlds=set(loaded.worlds), incarnations=dict(loaded.incarnations))
-        attempt = self._changed if self._asking and self.holds_steps else self._attempt
+        asked = self._asking is not None and self.holds_steps
+        attempt = self._changed if asked else self._attempt
         with torch.no_grad():
             while True:
                 try:
@@ -360,7 +361,7 @@ class MappedLanding(Landing):
             summary.install += time.monotonic() - start
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
         summary.read = result.read
-        note_delta(summary, result, self._bytes)
+        note_delta(summary, result, asked)
         summary.came_from(trainer.client, result)
         if len(summary.worlds) > 1:
             raise _launches(step)
@@ -436,7 +437,7 @@ class MappedLanding(Landing):
             rank_progress=Progress(step, self._bytes),
             **self._asking.options(),
         )
-        self._asking.came(result, self._bytes)
+        self._asking.came(result)
         summary.ready, summary.proof = result.total - result.read, result.verify
         start = time.monotonic()
         for layer in self._layers:
