@@ -359,20 +359,22 @@ class Api:
         }
 
 
-#: Path, what FastAPI's page says, and what is done with a request's body; a GET has none.
-_ROUTES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+#: Method, path, what FastAPI's page says, and what is done with a request's body; a GET has none.
+_ROUTES: tuple[tuple[str, str, str, Callable[..., Any]], ...] = (
     (
+        "POST",
         "/load_lora_adapter_nixl",
         "Pulls one step of a run's adapter from the trainer and loads it.",
         Api.load,
     ),
-    ("/init_nixl_client", "Says where the trainer is from now on.", Api.init),
+    ("POST", "/init_nixl_client", "Says where the trainer is from now on.", Api.init),
     (
+        "GET",
         "/nixl/status",
         "The trainer, the adapters that are here, and the pulls that run.",
         Api.status,
     ),
-    ("/nixl/served", "Digests of what the workers hold of an adapter.", Api.served),
+    ("POST", "/nixl/served", "Digests of what the workers hold of an adapter.", Api.served),
 )
 
 
@@ -398,7 +400,7 @@ class EndpointPlugin:
                 if api is None:
                     return JSONResponse(UNAUTHORIZED, status_code=401)
                 with within(request.headers), span("fanin.route", "server", route=request.url.path):
-                    if work is Api.status:
+                    if request.method == "GET":
                         return JSONResponse(work(api))
                     return JSONResponse(await work(api, await _object_of(request)))
             except FaninError as error:
@@ -407,20 +409,19 @@ class EndpointPlugin:
                 _log.exception("fanin: %s failed", request.url.path)
                 return JSONResponse(body_of(error), status_code=500)
 
-        def route(path: str, told: str, work: Callable[..., Any]) -> None:
+        def route(method: str, path: str, told: str, work: Callable[..., Any]) -> None:
             async def endpoint(request: Any) -> Any:
                 return await answer(request, work)
 
             endpoint.__name__, endpoint.__doc__ = path.strip("/").replace("/", "_"), told
             # FastAPI looks annotations' names up in the module, where fastapi is not imported.
             endpoint.__annotations__ = {"request": Request}
-            method = ["GET" if work is Api.status else "POST"]
-            app.add_api_route(path, endpoint, methods=method, response_model=None)
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
         for one in _ROUTES:
             route(*one)
         self._door.stand_before(app)
-        _log.info("fanin: routes %s", ", ".join(path for path, *_ in _ROUTES))
+        _log.info("fanin: routes %s", ", ".join(path for _, path, *_ in _ROUTES))
 
     def _ready(self, authorization: str | None) -> Api | None:
         """The routes' work; None: the caller has not got the key."""

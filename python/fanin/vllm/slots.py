@@ -34,9 +34,6 @@ from fanin.mapping import Mapping as SlotMapping
 from fanin.mapping._held import Told
 from fanin.vllm import patches
 
-#: Of vLLM, for which the names below are right.
-VERSIONS = ("0.32.",)
-
 
 def unfitting(why: str) -> RequestError:
     """The error of an adapter that has no place in this engine's slots, or of such an engine."""
@@ -45,10 +42,10 @@ def unfitting(why: str) -> RequestError:
 
 def unfit(worker: Any) -> str:
     """Why the slots of *worker* cannot be filled, ``""`` if they can be. Does not block."""
-    from vllm import __version__ as version
-
-    if not version.startswith(VERSIONS):
-        return f"vLLM {version} is none whose slots are known ({', '.join(VERSIONS)}x)"
+    try:
+        patches.require_version()
+    except RequestError as error:
+        return error.message
     loader = loader_of(worker)
     manager = getattr(loader, "_adapter_manager", None)
     if manager is None:
