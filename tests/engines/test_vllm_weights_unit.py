@@ -18,12 +18,12 @@ import fanin
 import pytest
 import torch
 from fanin.engine import clients
-from fanin.engine.served_model import Prefetch, ServedModel
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StateError
 from fanin.info import TrainerInfo, write_info
 from fanin.mapping import About, Leaf, Mapping, Module, Source
 from fanin.vllm import guard, patches
+from fanin.vllm.beside import Prefetch, ServedModel
 from fanin.vllm.landings import with_neighbours
 from fanin.vllm.reload import Afterwards, as_loaded, widened
 from fanin.vllm.weights import (

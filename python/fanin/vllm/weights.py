@@ -30,7 +30,6 @@ from fanin.config import inference_setting
 from fanin.engine.clients import Source
 from fanin.engine.deltas import Asking, check_deltas, counts
 from fanin.engine.landing import Landing, Summary
-from fanin.engine.served_model import Prefetch, ServedModel
 from fanin.engine.trainers import Published, Trainer, without
 from fanin.engine.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
@@ -52,6 +51,7 @@ from fanin.mapping._checks import (
     taken_of,
 )
 from fanin.vllm import beside, guard, patches, reload
+from fanin.vllm.beside import Prefetch, ServedModel
 from fanin.vllm.landings import LoaderLanding, MappedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 
