@@ -275,7 +275,7 @@ def test_a_rank_that_is_ahead_does_not_disturb_who_still_compares(store):
 
 
 def test_the_log_names_who_is_waited_for(monkeypatch, store, caplog):
-    monkeypatch.setattr(_replicas, "_QUIET", 0.01)
+    monkeypatch.setattr(_replicas, "QUIET", 0.01)
     monkeypatch.setattr(_replicas, "_WAIT", 0.3)
     publish([Rank(store, 0, (0, 1, 2), WHOLE)], 0)
     (line,) = caplog.messages

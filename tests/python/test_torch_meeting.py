@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from fanin.errors import StateError
-from fanin.torch import _meeting
+from fanin.torch import _meeting, _replicas
 from fanin.torch._meeting import Meeting
 from test_torch_replicas import Store
 
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setattr(_meeting, "_TICK", 0.05)
+    monkeypatch.setattr(_replicas, "_TICK", 0.05)
     return Store()
 
 
@@ -48,7 +49,7 @@ def test_a_rank_that_fails_is_named_at_once(store, is_late):
     with ThreadPoolExecutor() as threads:
         if is_late:
             told = threads.submit(come, others, (3, 0))
-            store.wait(["fanin/world/meeting/3.0/count"], _meeting.timedelta(seconds=30))
+            store.wait(["fanin/world/meeting/3.0/count"], timedelta(seconds=30))
         first.fail("ValueError: the loss is NaN", (3, 0))
         if not is_late:
             told = threads.submit(come, others, (3, 0))
@@ -69,7 +70,7 @@ def test_a_rank_that_does_not_come(store, monkeypatch, caplog):
     ranks = ranks_of(store)
     come(ranks, (0, 0))
     monkeypatch.setattr(_meeting, "_WAIT", 0.5)
-    monkeypatch.setattr(_meeting, "_QUIET", 0.01)
+    monkeypatch.setattr(_replicas, "QUIET", 0.01)
     (error,) = come(ranks[:1], (1, 0))
     assert "ranks 1-3 did not come to compute step 1 of full:0" in str(error)
     assert error.rank == 1

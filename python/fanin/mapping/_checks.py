@@ -21,7 +21,7 @@ from fanin._quantization import LISTS, QUANTIZATION, scale_of
 from fanin.errors import PeerError, RequestError, StateError, first_of
 
 if TYPE_CHECKING:
-    from fanin.mapping._record import Described, Recording
+    from fanin.mapping._record import Described, Recording, Target
 
 Taken = tuple[tuple[Parts, tuple[str, ...]], ...]
 """Blocks, and the published tensors of which a rank takes these and no more; alike for many."""
@@ -160,6 +160,22 @@ def refuse_published(recording: Recording, kept: frozenset[str]) -> None:
             "keep what nobody publishes, and no more",
             key="keep",
         )
+
+
+# Attention's scales and zero points: a checkpoint may have them, else the engine has 1.0 and 0.
+_SCALES = frozenset(
+    f"{under}{which}_{what}"
+    for under in ("", "_")
+    for which in ("k", "v", "q", "prob")
+    for what in ("scale", "zero_point")
+)
+
+
+def engine_own(target: Target) -> str | None:
+    """Why an engine has a tensor's values from elsewhere than a checkpoint, None if it has not."""
+    if target.leaf in _SCALES and target.tensor.numel() == 1:
+        return "a scale of attention that the checkpoint does not have"
+    return None
 
 
 # ------------------------------------------------------------------------- the configuration
@@ -355,14 +371,14 @@ def _compared(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def explained(
+def refuse_other_modules(
     recording: Recording,
     again: Callable[[list[Described]], Recording],
     published: Mapping[str, Any] | None,
     engine: Mapping[str, Any] | None,
     start: str,
-) -> RequestError | None:
-    """What to say where trainer and engine quantize other modules, None: they quantize the same.
+) -> None:
+    """Raises RequestError if trainer and engine quantize other modules, as a recording shows.
 
     Args:
         recording: of all that is published.
@@ -399,11 +415,10 @@ def explained(
             ways.append(f"take them out of {of} of the engine, or add them to {_SKIPPED}")
     if failed and not said:
         said.append(f"this engine has no such scales as the trainer publishes: {failed[0]}")
-    if not said:
-        return None
-    remedy = "; or ".join([same, *ways])
-    key = next(iter({**mine, **theirs}), "")
-    return RequestError.make("; ".join(said), remedy, key=key, phase="mapping")
+    if said:
+        remedy = "; or ".join([same, *ways])
+        key = next(iter({**mine, **theirs}), "")
+        raise RequestError.make("; ".join(said), remedy, key=key, phase="mapping")
 
 
 def _shown(config: Mapping[str, Any]) -> str:

@@ -36,8 +36,8 @@ from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording
 from fanin.mapping._checks import (
     KEEP,
     Taken,
+    engine_own,
     enlarged,
-    explained,
     kept_paths,
     missed,
     quantization_of,
@@ -45,6 +45,7 @@ from fanin.mapping._checks import (
     refuse_idle,
     refuse_missed,
     refuse_other_config,
+    refuse_other_modules,
     refuse_other_quantization,
     refuse_published,
     refuse_torn,
@@ -66,8 +67,6 @@ _START = (
 )
 _UNHEARD = "_fanin_unheard"
 _CACHE_ERROR = "_derived_weight_cache_error"
-# Of attention; checkpoints that are not quantized have none.
-_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 _models: weakref.WeakKeyDictionary[Any, _Live] = weakref.WeakKeyDictionary()
 
@@ -232,15 +231,13 @@ class _Live:
         self._layout, self.mapping, self._packed, self.by_loader = None, None, None, ()
 
         def own(target: Any) -> str | None:
-            return "kept as the engine has it" if target.path in kept else _engine_own(target)
+            return "kept as the engine has it" if target.path in kept else engine_own(target)
 
         def recorded(entries: Iterable[Any]) -> Recording:
             return record(entries, _loader(model), model, own=own, about=_about(model))
 
         recording = recorded(published.entries)
-        apart = explained(recording, recorded, *_quantizations(model, published), _START)
-        if apart is not None:
-            raise apart
+        refuse_other_modules(recording, recorded, *_quantizations(model, published), _START)
         refuse_published(recording, kept)
         _refuse_padding(recording, model)
         self.shapes = {entry.name: tuple(entry.shape) for entry in published.entries}
@@ -458,13 +455,6 @@ def _check_kept(path: str) -> None:
         remedy = "start SGLang with --enable-weights-cpu-backup"
     if why:
         raise RequestError.make(f"keep names '{path}', and {why}", remedy, key="keep")
-
-
-def _engine_own(target: Any) -> str | None:
-    """Why SGLang has a tensor's values from elsewhere than a checkpoint, None if it has not."""
-    if target.leaf in _SCALES and target.tensor.numel() == 1:
-        return "a scale of attention that the checkpoint does not have"
-    return None
 
 
 def _places(model: Any) -> dict[str, int]:

@@ -10,21 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from fanin.errors import StateError
-from fanin.torch._replicas import At, peek
+from fanin.torch._replicas import QUIET, At, await_keys, peek
 from fanin.torch._union import ranks_text
 
 _log = logging.getLogger("fanin.torch")
 _WAIT = 600.0
 """Seconds that a rank waits for the others."""
-_TICK = 1.0
-_QUIET = 10.0
-"""Seconds after which it logs for whom."""
 _COME = "come"
 
 
@@ -51,7 +46,7 @@ class Meeting:
                 self._store.compare_set(key, "", _COME)
                 self._forget()
             self._last = key
-            if not self._is_there(key):
+            if await_keys(self._store, [key], _WAIT, lambda: self._log_absent(key)):
                 absent = self._absent(key)
                 raise self._error(
                     f"{ranks_text(absent)} did not come to compute step {at[0]} of "
@@ -81,22 +76,11 @@ class Meeting:
     def _place(self, rank: int) -> str:
         return f"{self._prefix}/rank/{rank}"
 
-    def _is_there(self, key: str) -> bool:
-        began, is_quiet = time.monotonic(), True
-        with contextlib.suppress(RuntimeError):
-            self._store.wait([key], timedelta(seconds=_TICK))
-            return True
-        while (waited := time.monotonic() - began) < _WAIT:
-            if self._store.check([key]):  # a wait() in vain is two lines of PyTorch's log
-                return True
-            if is_quiet and waited > _QUIET:
-                is_quiet = False
-                _log.warning(
-                    "fanin: rank %d waits for %s to compute %s, %.0f s more at most",
-                    *(self._rank, ranks_text(self._absent(key)), self._publication, _WAIT - waited),
-                )
-            time.sleep(min(waited / 100, _TICK / 4))
-        return False
+    def _log_absent(self, key: str) -> None:
+        _log.warning(
+            "fanin: rank %d waits for %s to compute %s, %.0f s more at most",
+            *(self._rank, ranks_text(self._absent(key)), self._publication, _WAIT - QUIET),
+        )
 
     def _absent(self, key: str) -> list[int]:
         come = (peek(self._store, self._place(rank)).decode() for rank in range(self._size))

@@ -36,7 +36,7 @@ _GRACE = 10.0
 """Seconds more for the answer of the rank that waits so long for the others."""
 _TICK = 1.0
 """Seconds after which a rank that waits looks whether another one has failed."""
-_QUIET = 10.0
+QUIET = 10.0
 """Seconds after which a rank that waits logs for whom."""
 _SHARE = 0.01
 """Of the time between two publishes, that digests may take."""
@@ -228,25 +228,15 @@ class Mailbox:
 
         ranks: those without which they are not, for the log.
         """
-        began = time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            self._store.wait(keys, timedelta(seconds=_TICK))
-            return b""
-        is_quiet = True
-        while (waited := time.monotonic() - began) < seconds:
-            if self._store.check(keys):  # a wait() in vain is two lines of PyTorch's log
-                return b""
+
+        def given_up(waited: float) -> bytes:
             text = self._peek(self._failure(self._rank))
             if text and self._believed(tuple(json.loads(text)[2]), waited):
                 self._remove(self._failure(self._rank))
                 return b"failed " + text
-            if self._is_outdated(self._at[0]):
-                return b"outdated"
-            if is_quiet and waited > _QUIET:
-                is_quiet = False
-                self._log_absent(ranks)
-            time.sleep(min(waited / 100, _TICK / 4))
-        return b"absent"
+            return b"outdated" if self._is_outdated(self._at[0]) else b""
+
+        return await_keys(self._store, keys, seconds, lambda: self._log_absent(ranks), given_up)
 
     def _believed(self, at: At, waited: float) -> bool:
         if at == REFUSED:
@@ -258,7 +248,7 @@ class Mailbox:
         if absent := [rank for rank in ranks if not self._peek(self._part(rank))]:
             _log.warning(
                 "fanin: rank %d waits for %s to %s, %.0f s more at most",
-                *(self._rank, ranks_text(absent), self._purpose, _WAIT - _QUIET),
+                *(self._rank, ranks_text(absent), self._purpose, _WAIT - QUIET),
             )
 
 
@@ -266,6 +256,33 @@ def peek(store: Any, key: str) -> bytes:
     """What is there now, or nothing: get() waits where another rank has removed the key."""
     found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
     return b"" if found == _NOTHING.encode() else found
+
+
+def await_keys(
+    store: Any,
+    keys: list[str],
+    seconds: float,
+    log_absent: Callable[[], None],
+    given_up: Callable[[float], bytes] = lambda waited: b"",
+) -> bytes:
+    """Why the keys are not all there: ``absent``, or why it was given up meanwhile.
+
+    log_absent: says in the log for whom it waits. given_up: of the seconds that it has waited.
+    """
+    began, is_quiet = time.monotonic(), True
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=_TICK))
+        return b""
+    while (waited := time.monotonic() - began) < seconds:
+        if store.check(keys):  # a wait() in vain is two lines of PyTorch's log
+            return b""
+        if why := given_up(waited):
+            return why
+        if is_quiet and waited > QUIET:
+            is_quiet = False
+            log_absent()
+        time.sleep(min(waited / 100, _TICK / 4))
+    return b"absent"
 
 
 class Group:

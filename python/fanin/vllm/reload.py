@@ -22,16 +22,10 @@ import torch
 
 from fanin.errors import PeerError, RequestError, StateError, first_of
 from fanin.mapping import About, ModelState, Recording, Refusal, Target, record
+from fanin.mapping._checks import engine_own
 from fanin.vllm.patches import require_version
 
 _WRAPPED = "online_process_loader"
-# Attention's scales and zero points: a checkpoint may have them, else the engine has 1.0 and 0.
-_SCALES = frozenset(
-    f"{under}{which}_{what}"
-    for under in ("", "_")
-    for which in ("k", "v", "q", "prob")
-    for what in ("scale", "zero_point")
-)
 
 
 @dataclass(frozen=True)
@@ -149,15 +143,13 @@ def shared(draft: Any, main: Any) -> frozenset[str]:
     return frozenset(path for path, tensor in mine if id(tensor) in theirs)
 
 
-def engine_own(target: Target) -> str | None:
-    """Why vLLM has a tensor's values from elsewhere than a checkpoint, None if it has not."""
+def _own(target: Target) -> str | None:
+    """As :func:`engine_own`."""
     from vllm.model_executor.model_loader.reload import meta
 
-    if target.leaf in _SCALES and target.tensor.numel() == 1:
-        return "a scale of attention that the checkpoint does not have"
     if target.leaf in meta.SKIP_LOAD_TENSORS and target.role != "parameter":
         return "a table of vLLM's experts"
-    return None
+    return engine_own(target)
 
 
 def about(model: Any, vllm_config: Any = None) -> About:
@@ -193,7 +185,7 @@ def record_model(
     known = about(model, vllm_config)
 
     def own(target: Target) -> str | None:
-        return "another model's, or kept" if target.path in others else engine_own(target)
+        return "another model's, or kept" if target.path in others else _own(target)
 
     with skeletons(model, vllm_config) as bare:
         return record(published, model.load_weights, model, own=own, ties=bare.ties, about=known)
@@ -340,7 +332,7 @@ def _partly(model: Any) -> list[Refusal]:
         if not info.can_load() or not 0 < info.load_numel < info.load_numel_total:
             continue
         if not is_deferred_attention_layer(module):
-            recording = record((), _calls(module, info), module, own=engine_own)
+            recording = record((), _calls(module, info), module, own=_own)
             found += [
                 replace(refusal, module=name)
                 for refusal in lacking(recording, module)

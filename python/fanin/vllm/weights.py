@@ -37,7 +37,6 @@ from fanin.mapping import Mapping, MappingError, Recording
 from fanin.mapping._checks import (
     KEEP,
     check_patterns,
-    explained,
     kept_paths,
     missed,
     quantization_of,
@@ -45,6 +44,7 @@ from fanin.mapping._checks import (
     refuse_idle,
     refuse_missed,
     refuse_other_config,
+    refuse_other_modules,
     refuse_other_quantization,
     refuse_published,
     refuse_torn,
@@ -575,9 +575,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return record_model(entries, target.model, self.vllm_config, others)
 
         recording = record(published.entries)
-        error = explained(recording, record, *self._quantizations(published), _START)
-        if error is not None:
-            raise error
+        refuse_other_modules(recording, record, *self._quantizations(published), _START)
         return recording
 
     def _check_kept(self, target: ServedModel) -> None:
