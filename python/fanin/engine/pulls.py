@@ -627,8 +627,9 @@ class PullService:
     def pull_to(self, job: dict[str, Any], progress: Progress | None = None) -> tuple[Any, Lease]:
         """The pull that another process has planned, into the path that it chose.
 
-        job: plain values, see :class:`.shared_pulls.Job`. Blocks at most job["timeout"].
-        The result of the pull, and the lease that keeps the directory. Raises as :meth:`pull`.
+        job: plain values, as :mod:`fanin.engine.shared_pulls` makes them. Blocks at most
+        job["timeout"]. The result of the pull, and the lease that keeps the directory. Raises as
+        :meth:`pull`.
         """
         deadline = time.monotonic() + float(job["timeout"])
         path = Path(job["path"])
