@@ -57,9 +57,9 @@ def main() -> None:
     launched: list[int] = []
     launch = _fused._launch
 
-    def counted(kind: Any, is_aligned: bool, table: Any) -> None:
+    def counted(kind: Any, is_aligned: bool, table: Any, *at: int) -> None:
         launched.append(len(table))
-        launch(kind, is_aligned, table)
+        launch(kind, is_aligned, table, *at)
 
     _fused._launch = counted
     _merge.can_fuse = lambda base, factors: True
@@ -69,7 +69,11 @@ def main() -> None:
     control.say("merged", parts=sum(launched), launches=len(launched))
     _fused._proven.clear()
     addresses = torch.arange(5) < 4
-    _fused._launch = lambda kind, at, table: launch(kind, at, torch.where(addresses, table, 7))
+
+    def scaled(kind: Any, is_aligned: bool, table: Any, *at: int) -> None:
+        launch(kind, is_aligned, torch.where(addresses, table, 7), *at)
+
+    _fused._launch = scaled
     check(KINDS[0])  # by PEFT, whose bytes are others
     control.say("refused", proven=sum(_fused._proven.values()))
 

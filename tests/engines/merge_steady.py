@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fanin.errors import RequestError
-from fanin.torch import WeightServer, _fused, _merge, _transform, weights
+from fanin.torch import WeightServer, _factors, _fused, _merge, _transform, weights
 from merge_ranks import RANK, sharded, whole
 from merged import LINEAR, adapted, pulled, rounded, same, saved
 from peft import LoraConfig
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from worlds import run_cases
 
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -43,9 +43,10 @@ def lying(address: int, shape: Any, steps: Any, dtype: Any) -> Any:
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, steps)
 
 
-def launch(kind: Any, is_aligned: bool, table: Any) -> None:
+def launch(kind: Any, is_aligned: bool, table: Any, left_at: int, right_at: int) -> None:
     experts, rows, columns = kind.extent
     for base, out, left, right, scale in table.tolist():
+        left, right = left + left_at, right + right_at
         assert not is_aligned or (base | out | left | right) % 16 == 0
         x = lying(left, (experts, kind.rank, rows), kind.steps[5:8], kind.factors)
         y = lying(right, (experts, kind.rank, columns), kind.steps[8:], kind.factors)
@@ -98,6 +99,12 @@ def scaled(model: Any, by: float) -> None:
     query(model).set_scale("default", by)
 
 
+def unsharded(model: Any) -> None:
+    """A factor of experts, of which each rank has rows before."""
+    factor = model.base_model.model.model.layers[0].mlp.experts.lora_B["default"]
+    factor.weight = torch.nn.Parameter(factor.weight.redistribute(placements=[Replicate()]))
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "factors": (lambda model: [param.mul_(-2) for param in factors(model)], True),
     "a base": (lambda model: local(query(model).base_layer.weight).mul_(1.5), True),
@@ -106,6 +113,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "memory of a factor": (lambda model: moved(query(model).lora_B["default"].weight), False),
 }
 PLAIN = {"a factor": (replaced, False)}
+SHARDED = {"a sharding": (unsharded, False)}
 
 
 def check(server: Any, model: Any, make: Callable[[], Any]) -> None:
@@ -151,7 +159,10 @@ def steps(adapter: str, layout: str | None, quantize: str | None) -> None:
         items = [one.state for one in server._runs["full:0"].parameters._items]
         count = sum(state.values is not None for state in items)
         step = 0
-        for name, (change, alike) in {**CHANGES, **({} if layout else PLAIN)}.items():
+        more = {} if layout else PLAIN
+        if layout and adapter == "experts":
+            more = SHARDED
+        for name, (change, alike) in {**CHANGES, **more}.items():
             for number, now in enumerate([change] if alike else [change, CHANGES["factors"][0]]):
                 repeated.clear()
                 taken.clear()
@@ -161,6 +172,9 @@ def steps(adapter: str, layout: str | None, quantize: str | None) -> None:
                 check(server, model, make)
                 assert (count in repeated) is (alike or number == 1), (name, number, repeated)
                 assert quantize is None or 1 < max(taken) < sum(taken), taken
+        batch = server._runs["full:0"].parameters.transform
+        kinds = {type(one) for steady in batch._steady.values() for one in steady._step.events}
+        assert (_factors.Exchanged in kinds) is (adapter == "experts")
 
 
 def switched(model: Any) -> Callable[[], None]:

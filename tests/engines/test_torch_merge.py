@@ -414,35 +414,25 @@ def test_what_cannot_be_merged_is_refused_by_name(what: str) -> None:
     assert caught.value.remedy
 
 
-class Sharded(torch.Tensor):
-    """Where FSDP2 has a DTensor."""
-
-    _spec = None
-
-
 def test_each_factor_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at the edge between two groups, where the order is another one than was said."""
     gathered: list[Any] = []
 
-    class Way:
-        def __init__(self, tensors: list[Any]) -> None:
-            self.specs, self.shapes = [None] * len(tensors), [one.shape for one in tensors]
-            self.firsts = range(len(tensors))
+    class Whole(_factors.Group):
+        def laid(self) -> Any:
+            return [(at, (1,), (1,), 0) for at in range(len(self.tensors))]
 
-        def gathered(self, tensors: list[Any]) -> Any:
-            gathered.extend(tensors)
-            return torch.cat([one.as_subclass(torch.Tensor) for one in tensors])
+        def gather(self) -> Any:
+            gathered.extend(self.tensors)
+            return torch.cat(self.tensors)
 
-    monkeypatch.setattr(_factors, "_DTensor", Sharded)
-    monkeypatch.setattr(_factors, "_key_of", lambda tensor: "mesh")
-    monkeypatch.setattr(_factors, "Way", Way)
+    monkeypatch.setattr(_factors, "_group_of", lambda one, tensor: (Whole("mesh"), 1))
     monkeypatch.setattr(_factors, "MOST", 3 * 4)
     module = torch.nn.Module()
     for number in range(9):
-        values = torch.full((1,), float(number)).as_subclass(Sharded)
-        module._parameters[str(number)] = values  # type: ignore[assignment]
+        module._parameters[str(number)] = torch.nn.Parameter(torch.full((1,), float(number)))
     places = [_factors.Place(module, str(number)) for number in range(9)]
-    factors = _factors.Factors(places)
+    factors = _factors.Factors(map(_factors.Asked, places))
     for number in (0, 1, 3, 2, 4, 6, 5, 8, 7):
         assert factors.whole(places[number]).tensor().item() == number
     assert sorted(one.item() for one in gathered) == list(range(9))

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""torch_merge.py [LAYERS]
+"""torch_merge.py [LAYERS [RANKS]]
 
 A LoRA adapter merged into its base on a GPU: the bytes are those of PEFT's merge_and_unload() on
 the same GPU, for linear layers, an embedding and stacked experts; bases of BF16 and F32, factors of
@@ -8,11 +8,16 @@ both, and products that are rounded to TF32; at later steps too, when factors, t
 addresses are others. "fused" says how many kinds of tensors the kernel made with PEFT's bytes; the
 others were made by PEFT's functions.
 
-Then how long it takes: LAYERS (default 8) of what one of eight ranks holds of Qwen3-30B-A3B (48),
-rank 16, beside a device copy of what is written, in turns; medians. "GPU" is a step for which all
-launches wait already, "Python" what the calls take while the GPU is idle and while it is busy,
-"PEFT" the same without the kernel, whose bytes are compared. "FSDP2" is a mesh of one rank, whose
-factors are gathered. Last the kernel alone by sizes of its tiles, beside the product alone.
+Then how long it takes: LAYERS (default 8) of what one of RANKS ranks (8) holds of Qwen3-30B-A3B
+(48), rank 16, beside a device copy of what is written, in turns; medians and the worst. "GPU" is a
+step for which all launches wait already, "Python" what the calls take while the GPU is idle and
+while it is busy, "PEFT" the same without the kernel, whose bytes are compared. "FSDP2" is a mesh of
+one rank, whose factors are gathered. Last the kernel alone by sizes of its tiles, beside the
+product alone. "host" is the host's speed: a million additions in Python.
+
+Under torchrun (RANK, WORLD_SIZE and so on are set) the ranks share a model that is so many times as
+large, by FSDP2 over NCCL, a GPU each: the bytes of each are those of the whole model's
+merge_and_unload(), and the times are those of rank 0.
 
 Needs PyTorch with CUDA, PEFT, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit status
 77 without. A line for each kind and time, and last "N passed, N failed".
@@ -21,6 +26,7 @@ Needs PyTorch with CUDA, PEFT, the package (PYTHONPATH) and its library (FANIN_L
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import time
 from typing import Any
@@ -32,10 +38,13 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
-RANKS = 8
+RANKS = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+SHARE = RANKS // WORLD
+"""How many such models are the whole one."""
 WORDS = 8192
 LINEAR = {"q": (4096, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 4096)}
-EXPERTS = {"gate_up": (128 // RANKS, 1536, 2048), "down": (128 // RANKS, 2048, 768)}
+EXPERTS = {"gate_up": (128 // SHARE, 1536, 2048), "down": (128 // SHARE, 2048, 768)}
 
 
 class Experts(torch.nn.Module):
@@ -66,7 +75,7 @@ def adapted(
     """A PEFT model of what one of the ranks holds."""
     torch.manual_seed(1)
     with torch.device("cuda"):
-        base = torch.nn.ModuleDict({f"l{at}": Layer(RANKS) for at in range(layers)}).to(dtype)
+        base = torch.nn.ModuleDict({f"l{at}": Layer(SHARE) for at in range(layers)}).to(dtype)
         config = peft.LoraConfig(
             r=16,
             lora_alpha=32,
@@ -133,6 +142,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def milliseconds(call: Any, busy: int = 0) -> tuple[float, float]:
     """On the GPU's clock, and on the host's until the call returns; busy: cycles for which the GPU
     does something else first."""
+    if WORLD > 1:
+        torch.distributed.barrier()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     if busy:
@@ -154,11 +165,13 @@ BUSY = 200_000_000  # cycles, 0.1 s
 
 
 def sharded(model: Any) -> Any:
-    """By FSDP2, on a mesh of one rank."""
+    """By FSDP2, on all ranks, or on a mesh of one."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    if not dist.is_initialized():
+    if not dist.is_initialized() and WORLD > 1:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    elif not dist.is_initialized():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     for layer in model.base_model.model.values():
         fully_shard(layer)
@@ -228,7 +241,7 @@ def timed(
     print(
         f"{'not ' if wrong else ''}ok time {what}, {layers} layers: {size / 1e6:.0f} MB written; "
         f"a step {at['step']:.2f} ms, {at['step'] / at['copy']:.2f} x a device copy "
-        f"({at['copy']:.3f} ms); GPU {at['GPU']:.2f} ms, {at['GPU'] / at['copy']:.2f} x; Python "
+        f"({at['copy']:.3f} ms), the worst {max(columns['step']):.2f} ms; GPU {at['GPU']:.2f} ms, {at['GPU'] / at['copy']:.2f} x; Python "
         f"{at['idle']:.2f} ms, busy GPU {at['busy']:.2f} ms; PEFT {followed:.2f} ms, "
         f"{len(wrong)} of {len(made)} tensors differ from its; memory kept {kept / 1e6:.0f} MB, "
         f"temporary {peak / 1e6:.0f} MB",
@@ -239,7 +252,7 @@ def timed(
 
 def kernels(what: str, experts: int, rows: int, columns: int, rank: int = 16) -> None:
     """The kernel alone by its tiles, beside the product alone and a copy."""
-    from fanin.torch import _fused
+    from fanin.torch import _factors, _fused
 
     base = torch.randn(experts, rows, columns, device="cuda").bfloat16()
     left, right = (torch.randn(experts, rank, n, device="cuda") for n in (rows, columns))
@@ -251,7 +264,10 @@ def kernels(what: str, experts: int, rows: int, columns: int, rank: int = 16) ->
     copied = median(lambda: out.copy_(base))
     turned = left.transpose(1, 2)
     times = {"product": median(lambda: torch.bmm(turned, right, out=product))}
-    factors = {"A": right, "B": left}
+    factors = {
+        which: _factors.Found(one, 0, one.shape, one.stride(), None)
+        for which, one in (("A", right), ("B", left))
+    }
     plan = _fused.planned(base, factors, {"B": left, "A": right}, True, tuple(base.shape))
     scale = 1 << 30  # bits of 2.0
     addresses = (*(one.data_ptr() for one in (base, out, left, right)), scale)
@@ -268,7 +284,7 @@ def kernels(what: str, experts: int, rows: int, columns: int, rank: int = 16) ->
     wanted = None
     for tile in (*tiles, (32, 256, 4), (16, 256, 4)):
         _fused._ROWS, _fused._COLUMNS, _fused._WARPS = tile
-        took = median(lambda: _fused._launch(plan.kind, True, table))
+        took = median(lambda: _fused._launch(plan.kind, True, table, 0, 0))
         wanted = out.clone() if wanted is None else wanted
         times[f"{tile}{'' if same(out, wanted) else ' (OTHER BYTES)'}"] = took
     _fused._ROWS, _fused._COLUMNS, _fused._WARPS = kept
@@ -276,15 +292,39 @@ def kernels(what: str, experts: int, rows: int, columns: int, rank: int = 16) ->
     print(f"kernel {what}: copy {copied:.3f} ms, {told}", flush=True)
 
 
+def shared(layers: int) -> bool:
+    """Among several ranks."""
+    stacks = [f"experts.{name}" for name in EXPERTS]
+    wrong = []
+    for wide in (True, False):
+        model = adapted(2, torch.bfloat16, [*LINEAR, "words"], stacks, wide)
+        wanted = copy.deepcopy(model).merge_and_unload().state_dict()
+        with served(sharded(model)) as server:
+            torch.cuda.synchronize()
+            for shard, box, values in server._runs["full:0"].parameters.held():
+                cut = (slice(at, at + n) for at, n in zip(box.offset, box.extent, strict=True))
+                if not same(values, wanted[shard.name][tuple(cut)].contiguous()):
+                    wrong.append(shard.name)
+        torch.distributed.barrier()
+    print(f"{'not ' if wrong else ''}ok rank {RANK} of {WORLD}: {', '.join(wrong) or 'bytes of PEFT'}")
+    return timed(layers, f"FSDP2 of {WORLD}", list(LINEAR), stacks, None, True) and not wrong
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         print("skipped: no GPU")
         sys.exit(77)
+    began = time.perf_counter()
+    sum(number for number in range(1_000_000))
+    print(f"host: {1e3 * (time.perf_counter() - began):.1f} ms")
+    layers = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    if WORLD > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        sys.exit(0 if shared(layers) else 1)
     from fanin.torch import _fused
 
     failed, kinds = 0, 0
-    limits = _fused._FEW, _fused._HELD
-    _fused._FEW, _fused._HELD = 1 << 20, 4 << 20  # so that there are many launches
+    many, _fused._MANY = _fused._MANY, 1 << 20  # so that there are many launches
     for dtype in (torch.bfloat16, torch.float32):
         for wide in (True, False):
             for tf32 in (False, True):
@@ -300,8 +340,7 @@ def main() -> None:
                     flush=True,
                 )
     torch.backends.cuda.matmul.allow_tf32 = False
-    _fused._FEW, _fused._HELD = limits
-    layers = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    _fused._MANY = many
     stacks = [f"experts.{name}" for name in EXPERTS]
     wanted: list[tuple[Any, ...]] = [
         ("attention", list(LINEAR), []),

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factors of an adapter's layers, whole on every rank: gathered some at a time.
+"""The factors of an adapter's layers, as far as this rank needs them: some travel at a time.
 
-Factors are small, and there are many of them: those of one mesh and dtype travel together.
+Factors are small, and there are many of them: those of one mesh and dtype travel together. Of
+stacked experts a rank whose part of the base are whole ones gets their factors alone.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable
-from operator import attrgetter, is_
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as _DTensor
 
-MOST = 12 << 20
-"""Bytes that are gathered at a time, unless one factor has more. Twice as many are held."""
+MOST = 16 << 20
+"""Bytes that a rank gets at a time, unless one factor has more. Three times as many are held."""
 
-_spec, _local_tensor = attrgetter("_spec"), attrgetter("_local_tensor")
+_Lies = tuple[int, tuple[int, ...], tuple[int, ...], int]
+"""Of a factor in the memory of its group: first element, shape, steps, and first expert."""
+_Cut = tuple[Any, int, Any]
+"""Mesh, dimension and dtype of tensors whose rows one dimension of their mesh divides."""
+
+_local_tensor = attrgetter("_local_tensor")
+# all_gather_into_tensor() warns in newer PyTorch.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Place(NamedTuple):
@@ -31,53 +39,143 @@ class Place(NamedTuple):
         return self.owner._parameters[self.attribute]
 
 
+class Asked(NamedTuple):
+    """A factor that a layer has. Of stacked experts it is wanted as [experts, rank, length]."""
+
+    place: Place
+    experts: int = 1
+    is_turned: bool = False
+    """It is B of stacked experts, whose number counts fastest in the columns."""
+    base: Place | None = None
+    """The stacked tensor, if what is computed of it is what the ranks hold of it."""
+
+
 class Found(NamedTuple):
-    """A factor, all of it, as it is now."""
+    """A factor as it is now, or the experts of it that this rank needs."""
 
     memory: Any
     """A tensor, which holds it and others, or is it."""
     first: int
     """Its first element there."""
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
     form: Any
-    """Equal for as long as type, device, shape and strides are the same. A :class:`Way`, if it was
-    gathered."""
-    shape: Any = None
-    """None: it is all of the memory."""
-
-    @property
-    def is_gathered(self) -> bool:
-        return self.shape is not None
-
-    @property
-    def whose(self) -> Any:
-        """What stays from step to step: the way that it took, or the parameter."""
-        return self.form if self.is_gathered else self.memory
+    """Equal for as long as type, device, shape and strides are the same."""
+    group: Group | None = None
+    """With which it travelled: its memory is another one at each step."""
+    expert: int = 0
+    """The first one that it has."""
 
     def tensor(self) -> Any:
-        if not self.is_gathered:
-            return self.memory
-        return self.memory[self.first : self.first + self.shape.numel()].view(self.shape)
+        first = self.memory.storage_offset() + self.first
+        return self.memory.as_strided(self.shape, self.steps, first)
 
 
-def found_in(tensor: Any) -> Found:
-    return Found(tensor, 0, (tensor.dtype, tensor.shape, tensor.stride(), tensor.device))
+def found_in(tensor: Any, experts: int = 1, expert: int = 0) -> Found:
+    """A factor that does not travel; experts: so many are in A of stacked ones."""
+    form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, experts, expert)
+    view = tensor if experts == 1 else tensor.view(experts, -1, tensor.shape[-1])
+    return Found(tensor, 0, view.shape, view.stride(), form, None, expert)
 
 
 class Group:
-    """What is gathered at a time."""
+    """Factors that travel at a time."""
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self, key: Any) -> None:
         self.key = key
-        self.places: list[Place] = []
         self.size = 0
-        self._way: Way | None = None
+        self.asked: list[Asked] = []
+        #: As they are now: parameter objects, or DTensors.
+        self.tensors: list[Any] = []
 
-    def gather(self) -> tuple[Way, Any]:
-        """How the factors lie, and the memory in which they do."""
-        tensors = [place.now() for place in self.places]
-        if self._way is None or not all(map(is_, map(_spec, tensors), self._way.specs)):
-            self._way = Way(tensors)
-        return self._way, self._way.gathered(tensors)
+    def gather(self) -> Any:
+        """The memory in which they lie, in the order and at the places of :meth:`laid`."""
+        raise NotImplementedError
+
+    def laid(self) -> list[_Lies]:
+        """Of each of them. To be called when :attr:`tensors` are all there."""
+        raise NotImplementedError
+
+
+class Whole(Group):
+    """Whole factors, of all ranks of a dimension of a mesh."""
+
+    def laid(self) -> list[_Lies]:
+        shapes = [tensor.shape for tensor in self.tensors]
+        self._cut = _cut_of(self.tensors[0])
+        self._ranks = _ranks_of(self._cut)
+        self._rooms = [
+            -(-shape[0] // self._ranks) * (shape.numel() // max(shape[0], 1)) for shape in shapes
+        ]
+        ends = list(itertools.accumulate(self._ranks * room for room in self._rooms))
+        firsts, forms = [0, *ends[:-1]], map(_form, self.asked, shapes)
+        self._turned = [
+            (first, shape, one.experts)
+            for first, shape, one in zip(firsts, shapes, self.asked, strict=True)
+            if one.is_turned
+        ]
+        return [(first, form, _steps(form), 0) for first, form in zip(firsts, forms, strict=True)]
+
+    def gather(self) -> Any:
+        whole = self._gathered()
+        for first, shape, experts in self._turned:
+            one = whole[first : first + shape.numel()]
+            one.copy_(one.view(shape[0], -1, experts).permute(2, 1, 0).reshape(-1))
+        return whole
+
+    def _gathered(self) -> Any:
+        if self._cut is None:
+            return self.tensors[0].full_tensor().flatten().clone()  # else it may be the parameter's
+        ranks, rooms = self._ranks, self._rooms
+        local = list(map(_local_tensor, self.tensors))
+        if list(map(torch.Tensor.numel, local)) != rooms:
+            for at, (part, room) in enumerate(zip(local, rooms, strict=True)):
+                if part.numel() < room:
+                    local[at] = torch.nn.functional.pad(part.reshape(-1), (0, room - part.numel()))
+        # A few calls for all of them: Python takes longer for one than a GPU.
+        mine = torch._C._nn.flatten_dense_tensors(local)
+        everyone = mine.new_empty(ranks, mine.numel())
+        group = self._cut[0].get_group(self._cut[1])
+        _all_gather(everyone.view(-1).view(torch.uint8), mine.view(torch.uint8), group)
+        if ranks == 1:
+            return everyone[0]
+        whole = everyone.new_empty(everyone.numel())
+        outs = [one.view(ranks, -1) for one in whole.split([ranks * room for room in rooms])]
+        torch.split_with_sizes_copy(everyone, rooms, dim=1, out=outs)
+        return whole
+
+
+class Exchanged(Group):
+    """B of this rank's experts, of layers that are alike: each rank has some rows of all."""
+
+    def laid(self) -> list[_Lies]:
+        first, count = self.tensors[0], len(self.tensors)
+        cut = _cut_of(first)
+        self._group = None if cut is None else cut[0].get_group(cut[1])
+        self._ranks = _ranks_of(cut)
+        at = 0 if cut is None else cut[0].get_local_rank(cut[1])
+        all_experts, rank, rows = _form(self.asked[0], first.shape)
+        experts = all_experts // self._ranks
+        self._split = count, rows // self._ranks, rank, all_experts
+        steps = count * rank * rows, rows, 1
+        return [
+            (number * rank * rows, (experts, rank, rows), steps, at * experts)
+            for number in range(count)
+        ]
+
+    def gather(self) -> Any:
+        local = self.tensors
+        if self._group is not None:
+            local = list(map(_local_tensor, local))
+        # By experts, and so by the ranks that get them.
+        mine = torch.stack(local).view(self._split).permute(3, 0, 2, 1).contiguous()
+        if self._ranks == 1:
+            return mine
+        everyone = torch.empty_like(mine)
+        dist.all_to_all_single(everyone, mine, group=self._group)
+        del mine
+        each = everyone.view(self._ranks, -1, *everyone.shape[1:])
+        return each.permute(1, 2, 3, 0, 4).contiguous()
 
 
 class Factors:
@@ -86,51 +184,96 @@ class Factors:
     Each rank of a mesh asks for the same factors, in the same order.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        """places: in about the order in which they will be asked for."""
+    def __init__(self, asked: Iterable[Asked]) -> None:
+        """asked: in about the order in which they will be asked for."""
+        self._asked = {one.place: one for one in asked}
         self._groups: dict[Place, Group] = {}
-        self._whole: dict[Hashable, list[tuple[Group, dict[Place, Found]]]] = {}
+        self._lies: dict[Place, Any] = {}
+        self._seen: list[Any] | None = None
+        self._is_looked = False
+        self._held: list[tuple[Group, Any]] = []
         #: Gets what is gathered, unless it is None.
         self.log: list[Any] | None = None
-        last: dict[Hashable, Group] = {}
-        for place in places:
-            tensor = place.now()
-            if not isinstance(tensor, _DTensor):
-                continue
-            key = _key_of(tensor) or place
-            size = tensor.numel() * tensor.element_size()
-            if key not in last or last[key].size + size > MOST:
-                last[key] = Group(key)
-            last[key].places.append(place)
-            last[key].size += size
-            self._groups[place] = last[key]
 
     def whole(self, place: Place) -> Found:
         """For callers under torch.no_grad()."""
-        group = self._groups.get(place) if self._groups else None
-        if group is None:
-            return found_in(place.now())
-        held = self._whole.setdefault(group.key, [])
-        for gathered, factors in held:
-            if gathered is group:
-                return factors[place]
-        del held[:-1]  # Two groups of a mesh at a time: the order differs within a layer.
-        way, memory = group.gather()
-        if self.log is not None:
-            self.log.append(group)
-        each = zip(group.places, way.firsts, way.shapes, strict=True)
-        found = {one: Found(memory, first, way, shape) for one, first, shape in each}
-        held.append((group, found))
-        return found[place]
+        if not self._is_looked:
+            self._look()
+        if place not in self._groups:
+            tensor, one = place.now(), self._asked[place]
+            if not isinstance(tensor, _DTensor):
+                return found_in(tensor, one.experts)
+            mesh, dim, _ = cut = _cut_of(tensor)  # type: ignore[misc]
+            experts = one.experts // _ranks_of(cut)
+            return found_in(tensor._local_tensor, experts, mesh.get_local_rank(dim) * experts)
+        group = self._groups[place]
+        memory = next((held for one, held in self._held if one is group), None)
+        if memory is None:
+            del self._held[:-1]  # Two groups at a time: the order differs within a layer.
+            memory = group.gather()
+            self._held.append((group, memory))
+            if self.log is not None:
+                self.log.append(group)
+        first, shape, steps, expert = self._lies[place]
+        return Found(memory, first, shape, steps, group, group, expert)
 
     def forget(self) -> None:
         """Frees what was gathered: it is of one step."""
-        self._whole = {}
+        self._held, self._is_looked = [], False
+
+    def release(self) -> None:
+        """Holds no parameter any more."""
+        for group in self._groups.values():
+            group.tensors = []
+
+    def _look(self) -> None:
+        """Finds how they travel now."""
+        places = [place for one in self._asked.values() for place in (one.place, one.base) if place]
+        seen = [_kind_of(place.now()) for place in places]
+        if seen != self._seen:
+            self._arrange()
+        self._seen, self._is_looked = seen, True
+        for group in dict.fromkeys(self._groups.values()):
+            group.tensors = [one.place.now() for one in group.asked]
+
+    def _arrange(self) -> None:
+        self._groups, self._lies = {}, {}
+        last: dict[Hashable, Group] = {}
+        for place, one in self._asked.items():
+            tensor = place.now()
+            group, ranks = _group_of(one, tensor)
+            if group is None:
+                continue
+            size = tensor.numel() * tensor.element_size() // ranks
+            if group.key not in last or last[group.key].size + size > MOST:
+                last[group.key] = group
+            group = self._groups[place] = last[group.key]
+            group.size += size
+            group.asked.append(one)
+            group.tensors.append(tensor)
+        for group in dict.fromkeys(self._groups.values()):
+            self._lies.update(zip((one.place for one in group.asked), group.laid(), strict=True))
 
 
-def _key_of(tensor: Any) -> tuple[Any, int, Any] | None:
-    """Mesh, dimension and dtype of a tensor whose rows one dimension of its mesh divides, as FSDP
-    does; None: it is cut otherwise."""
+def _kind_of(tensor: Any) -> Any:
+    """Equal for as long as a tensor travels in the same way."""
+    return getattr(tensor, "_spec", None) or (tensor.dtype, tensor.shape, tensor.device)
+
+
+def _group_of(one: Asked, tensor: Any) -> tuple[Group | None, int]:
+    """A group for a factor, and of how many parts of it this rank gets one. None: this rank has
+    what it needs."""
+    cut = _cut_of(tensor)
+    if isinstance(tensor, _DTensor) and (cut is None or not _has_experts(one, tensor, cut)):
+        return Whole(cut or one.place), 1
+    key = (cut, tensor.dtype, tensor.device, tensor.shape, one.experts)
+    return (Exchanged(key) if one.is_turned else None), _ranks_of(cut)
+
+
+def _cut_of(tensor: Any) -> _Cut | None:
+    """As FSDP cuts tensors; None: it is cut otherwise, or not at all."""
+    if not isinstance(tensor, _DTensor):
+        return None
     cut = [dim for dim, one in enumerate(tensor.placements) if not one.is_replicate()]
     if len(cut) != 1 or not tensor.placements[cut[0]].is_shard(0):
         return None
@@ -139,41 +282,30 @@ def _key_of(tensor: Any) -> tuple[Any, int, Any] | None:
     return tensor.device_mesh, cut[0], tensor.dtype
 
 
-class Way:
-    """How the factors of a group travel, until one of them is sharded otherwise."""
+def _ranks_of(cut: _Cut | None) -> int:
+    return 1 if cut is None else int(cut[0].size(cut[1]))
 
-    def __init__(self, tensors: list[Any]) -> None:
-        self.specs = [tensor._spec for tensor in tensors]
-        self.shapes = [tensor.shape for tensor in tensors]
-        self._key = _key_of(tensors[0])
-        self._ranks = self._key[0].size(self._key[1]) if self._key is not None else 1
-        self._rooms = [
-            -(-shape[0] // self._ranks) * (shape.numel() // max(shape[0], 1))
-            for shape in self.shapes
-        ]
-        ends = list(itertools.accumulate(self._ranks * room for room in self._rooms))
-        self.firsts = [0, *ends[:-1]]
 
-    def gathered(self, tensors: list[Any]) -> Any:
-        """One behind the other, each from its place in :attr:`firsts` on."""
-        if self._key is None:
-            return tensors[0].full_tensor().reshape(-1)
-        mesh, dim, _ = self._key
-        ranks, rooms = self._ranks, self._rooms
-        local = list(map(_local_tensor, tensors))
-        if list(map(torch.Tensor.numel, local)) != rooms:
-            for at, (part, room) in enumerate(zip(local, rooms, strict=True)):
-                if part.numel() < room:
-                    local[at] = torch.nn.functional.pad(part.reshape(-1), (0, room - part.numel()))
-        # A few calls for all of them: Python takes longer for one than a GPU.
-        mine = torch._C._nn.flatten_dense_tensors(local)
-        everyone = mine.new_empty(ranks, mine.numel())
-        dist.all_gather_into_tensor(
-            everyone.view(-1).view(torch.uint8), mine.view(torch.uint8), mesh.get_group(dim)
-        )
-        if ranks == 1:
-            return everyone[0]
-        whole = everyone.new_empty(everyone.numel())
-        outs = [one.view(ranks, -1) for one in whole.split([ranks * room for room in rooms])]
-        torch.split_with_sizes_copy(everyone, rooms, dim=1, out=outs)
-        return whole
+def _has_experts(one: Asked, tensor: Any, cut: _Cut) -> bool:
+    """Whether each rank has whole experts of the base, as many as the others, and rows of the
+    factor. PEFT's functions want two at least."""
+    base, ranks = None if one.base is None else one.base.now(), _ranks_of(cut)
+    return (
+        isinstance(base, _DTensor)
+        and (base.device_mesh, base.placements) == (tensor.device_mesh, tensor.placements)
+        and base.shape[0] == one.experts >= 2 * ranks
+        and one.experts % ranks == tensor.shape[0] % ranks == 0
+    )
+
+
+def _form(one: Asked, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if one.experts == 1:
+        return shape
+    if one.is_turned:
+        return one.experts, shape[1] // one.experts, shape[0]
+    return one.experts, shape[0] // one.experts, shape[1]
+
+
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours, of what is contiguous."""
+    return (*itertools.accumulate(shape[:0:-1], mul, initial=1),)[::-1]

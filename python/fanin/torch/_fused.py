@@ -28,11 +28,9 @@ from fanin.torch._tree import PARAMETER
 _log = logging.getLogger("fanin.torch")
 _ROWS, _COLUMNS, _WARPS = 64, 128, 4
 _ALIGNMENT = 16
-_FEW, _HELD = 64 << 20, 24 << 20
-"""Bytes of results that wait for a step's first launch, as a GPU is not to wait for all that Python
-prepares; each later one takes _MORE times as much as those before it. And bytes of factors that
-wait, as what was gathered is freed behind the launch."""
-_MORE = 7
+_MANY = 1 << 30
+"""Bytes of results that wait for a launch: a GPU is not to wait for all that Python prepares. What
+was gathered is freed behind its launch, so what was gathered next launches what waits, too."""
 _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _proven: dict[Hashable, bool] = {}
 _kinds: dict[Any, Any] = {}
@@ -40,30 +38,8 @@ _is_told = False
 
 
 Row = tuple[int, ...]
-"""Addresses of base, result, left and right, and the bits of the scale."""
-
-
-class _Side(NamedTuple):
-    """Where one of the products' two sides lies in a factor: [experts, rank, rows or columns]."""
-
-    which: str
-    size: tuple[int, ...]
-    steps: tuple[int, ...]
-    offset: int
-    width: int
-    """Bytes of an element."""
-    is_copied: bool
-    """Its neighbours are too far from each other: it is copied first."""
-
-    def place(self, memory: Any, first: int, kept: list[Any]) -> int:
-        """Its address, of a factor that begins there. kept: gets what has to stay until the
-        launch."""
-        first += self.offset
-        if self.is_copied:
-            first += memory.storage_offset()
-            memory, first = memory.as_strided(self.size, self.steps, first).contiguous(), 0
-        kept.append(memory)
-        return int(memory.data_ptr()) + first * self.width
+"""Addresses of base, result, left and right, and the bits of the scale. Factors that travel have
+addresses in the memory that they get at each step."""
 
 
 class _Kind(NamedTuple):
@@ -84,49 +60,38 @@ class Plan(NamedTuple):
     """All of a sum that is the same at each step."""
 
     kind: _Kind
-    sides: tuple[_Side, _Side]
+    sides: tuple[tuple[str, int], ...]
+    """Of left and right the factor, and the bytes before it in the factor's memory."""
     size: int
     """Bytes of the result."""
-    held: int
-    """Bytes of factors that were gathered and of copies."""
 
 
 def planned(
-    base: Any, factors: dict[str, Any], sides: dict[str, Any], is_rounded: bool, extent: Any
+    base: Any, factors: dict[str, Found], sides: dict[str, Any], is_rounded: bool, extent: Any
 ) -> Plan:
     """Of ``base + scale * left.T @ right``.
 
     base: of [experts, rows, columns], which is *extent*, or of the last two. sides: the left one
-    and the right one as views of the *factors*, under whose names they are. is_rounded: what is
-    added, to the base's type, before.
+    and the right one as views of the *factors*, under whose names they are: [experts, rank, rows or
+    columns]. is_rounded: what is added, to the base's type, before.
     """
-    found = []
+    _, rows, columns = extent
+    steps = (*base.view(extent).stride(), rows * columns, columns)
+    places = []
     for which, side in sides.items():
-        offset = side.storage_offset() - factors[which].storage_offset()
-        is_copied = 1 not in side.stride()[1:]  # or it lies expert by expert in the last dimension
-        width = side.element_size()
-        found.append(_Side(which, tuple(side.shape), side.stride(), offset, width, is_copied))
-    left, right = found
-    experts, rows, columns = extent
-    steps = base.view(extent).stride()
-    steps += (rows * columns, columns)
-    for side in found:
-        _, rank, length = side.size
-        steps += (rank * length, length, 1) if side.is_copied else side.steps
-    some = factors[left.which]
+        first = side.storage_offset() - factors[which].memory.storage_offset()
+        places.append((which, first * side.element_size()))
+        steps += side.stride()
+    some = next(iter(sides.values()))
     size = base.numel() * base.element_size()
-    held = sum(
-        one.numel() * one.element_size() * (side.is_copied + (type(one) is torch.Tensor))
-        for side, one in ((side, factors[side.which]) for side in found)
-    )
-    kind = _Kind(base.device, base.dtype, some.dtype, left.size[1], is_rounded, extent, steps)
+    kind = _Kind(base.device, base.dtype, some.dtype, some.shape[1], is_rounded, extent, steps)
     kind = _kinds.setdefault(kind, kind)  # one object, which is found sooner than an equal one
-    return Plan(kind, (left, right), size, held)
+    return Plan(kind, tuple(places), size)
 
 
-def can_fuse(base: Any, factors: dict[str, Any]) -> bool:
+def can_fuse(base: Any, factors: dict[str, Found]) -> bool:
     """Whether the kernel is for tensors of these types and places."""
-    first = factors["A"]
+    first = factors["A"].memory
     if not base.is_cuda or base.dtype not in _KINDS or first.dtype not in _KINDS:
         return False
     if torch.cuda.get_device_capability(base.device) < (8, 0):
@@ -135,7 +100,8 @@ def can_fuse(base: Any, factors: dict[str, Any]) -> bool:
         _tell_tf32()
         return False
     return all(
-        one.dtype is first.dtype and one.device == base.device and one.is_contiguous()
+        (one.memory.dtype, one.memory.device) == (first.dtype, base.device)
+        and one.memory.is_contiguous()
         for one in factors.values()
     )
 
@@ -184,106 +150,70 @@ def noise_like(tensor: Any) -> Any:
     return out.to(tensor.dtype)
 
 
-class Launch(NamedTuple):
+class Launch:
     """Sums of one kind, to be made again while only contents change."""
 
-    kind: _Kind
-    which: tuple[bool, Hashable, int]
-    """Whether all addresses are aligned; whose step it is, and bytes of results that it has
-    launched before."""
-    rows: list[Row]
-    moving: list[tuple[int, list[tuple[_Side, Any, int]]]]
-    """Rows whose factors are gathered or copied at each step: of each its two sides, whose memory
-    it is (a parameter, or the :class:`Way` by which it was gathered), and where they begin."""
+    def __init__(self, kind: _Kind, is_aligned: bool, groups: tuple[Group | None, ...]) -> None:
+        """groups: with which left and right travel, None: they stay."""
+        self.kind, self.is_aligned, self.groups = kind, is_aligned, groups
+        self.rows: list[Row] = []
+        self._table: tuple[int, Any] | None = None
+
+    def make(self, gathered: dict[Any, Any]) -> None:
+        """On the current stream. gathered: memory by groups."""
+        left, right = (0 if one is None else gathered[one].data_ptr() for one in self.groups)
+        device = self.kind.device
+        is_cuda = device.type == "cuda"
+        # Nothing waits for the upload but the stream that it is on.
+        stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+        if self._table is None or self._table[0] != stream:
+            table = torch.tensor(self.rows, pin_memory=is_cuda)
+            self._table = stream, table.to(device, non_blocking=True)
+        is_aligned = self.is_aligned and (left | right) % _ALIGNMENT == 0
+        _launch(self.kind, is_aligned, self._table[1], left, right)
 
 
 class Sums:
     """Sums that wait for a launch."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, bool], tuple[_Kind, list[Row], list[Any]]] = {}
+        self._waiting: dict[Hashable, Launch] = {}
+        self._gathered: dict[Any, Any] = {}
         self._kept: list[Any] = []
-        self._bytes = self._held = self._launched = 0
+        self._bytes = 0
         #: As it is in this step: asked once, as it takes longer than a sum.
         self.is_tf32 = is_tf32()
-        self._tables: dict[Hashable, tuple[list[Row], Any]] = {}
-        #: Tells one's steps from those of others.
-        self.whose: Hashable = None
-        #: Gets a :class:`Launch` for each, unless it is None.
+        #: Gets each launch, unless it is None.
         self.log: list[Any] | None = None
 
     def add(self, plan: Plan, factors: dict[str, Found], base: Any, out: Any, scale: float) -> None:
         """*out*, which is contiguous, is computed behind the next :meth:`launch`, or before it."""
-        kept = self._kept
-        kept += (base, out)
-        one, other = ((side, factors[side.which]) for side in plan.sides)
-        left, right = (side.place(here.memory, here.first, kept) for side, here in (one, other))
-        source, target = base.data_ptr(), out.data_ptr()
-        which = id(plan.kind), (source | target | left | right) % _ALIGNMENT == 0
-        if which not in self._waiting:
-            self._waiting[which] = plan.kind, [], []
-        _, rows, moving = self._waiting[which]
-        if self.log is not None and any(_moves(*pair) for pair in (one, other)):
-            sides = [(side, here.whose, here.first) for side, here in (one, other)]
-            moving.append((len(rows), sides))
-        rows.append((source, target, left, right, _bits(scale)))
-        self._bytes += plan.size
-        self._held += plan.held
-        if self._bytes > max(_FEW, _MORE * self._launched) or self._held > _HELD:
+        sides = [factors[which] for which, _ in plan.sides]
+        groups = tuple(factor.group for factor in sides)
+        if self._bytes > _MANY or not self._gathered.keys() >= {*groups} - {None}:
             self.launch()
+        addresses = [base.data_ptr(), out.data_ptr()]
+        for (_, first), factor in zip(plan.sides, sides, strict=True):
+            addresses.append(first + (factor.memory.data_ptr() if factor.group is None else 0))
+        is_aligned = all(address % _ALIGNMENT == 0 for address in addresses)
+        one = self._waiting.setdefault(
+            (id(plan.kind), is_aligned, groups), Launch(plan.kind, is_aligned, groups)
+        )
+        one.rows.append((*addresses, _bits(scale)))
+        self._kept += (base, out)
+        self._kept += (factor.memory for factor in sides if factor.group is None)
+        self._gathered.update((one.group, one.memory) for one in sides if one.group is not None)
+        self._bytes += plan.size
 
     def launch(self) -> None:
         """On the current streams, all that waits."""
-        waiting, kept, launched = self._waiting, self._kept, self._launched
-        self._launched += self._bytes
-        self._waiting, self._kept, self._bytes, self._held = {}, [], 0, 0
-        for (_, is_aligned), (kind, rows, moving) in waiting.items():
-            which = is_aligned, self.whose, launched
-            _launch(kind, is_aligned, self._table(kind, which, rows))
+        waiting, gathered, kept = self._waiting, self._gathered, self._kept
+        self._waiting, self._gathered, self._kept, self._bytes = {}, {}, [], 0
+        for one in waiting.values():
+            one.make(gathered)
             if self.log is not None:
-                self.log.append(Launch(kind, which, rows, moving))
+                self.log.append(one)
         kept.clear()
-
-    def repeat(self, one: Launch, gathered: dict[Any, Any]) -> None:
-        """Makes the sums of a launch of before, on the current stream. gathered: memory by ways."""
-        rows, together = one.rows, 0
-        kept: list[Any] = []
-        if one.moving:
-            rows = list(rows)
-        for at, sides in one.moving:
-            left, right = [
-                side.place(gathered.get(whose, whose), first, kept) for side, whose, first in sides
-            ]
-            source, target, _, _, scale = rows[at]
-            rows[at] = source, target, left, right, scale
-            together |= left | right
-        is_aligned = one.which[0] and together % _ALIGNMENT == 0
-        _launch(one.kind, is_aligned, self._table(one.kind, one.which, rows))
-
-    def _table(self, kind: _Kind, which: Hashable, rows: list[Row]) -> Any:
-        """On the device: that of the step before, where nothing has moved."""
-        device = kind.device
-        is_cuda = device.type == "cuda"
-        # Nothing waits for the upload but the stream that it is on.
-        stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
-        key = id(kind), which, stream
-        known = self._tables.get(key)
-        if known is None or known[0] != rows:
-            table = torch.tensor(rows, pin_memory=is_cuda)
-            known = self._tables[key] = rows, table.to(device, non_blocking=True)
-        return known[1]
-
-    def finish(self) -> None:
-        """The step's last launch."""
-        try:
-            self.launch()
-        finally:
-            self._launched = 0
-
-
-def _moves(side: _Side, factor: Found) -> bool:
-    """Whether its address is another one at each step."""
-    return side.is_copied or factor.is_gathered
 
 
 @functools.lru_cache(1024)
@@ -291,7 +221,8 @@ def _bits(scale: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", scale))[0])
 
 
-def _launch(kind: _Kind, is_aligned: bool, table: Any) -> None:
+def _launch(kind: _Kind, is_aligned: bool, table: Any, left: int, right: int) -> None:
+    """left, right: where the memory of factors that travel is."""
     import triton.language as tl
 
     from fanin.torch._kernels import added
@@ -300,7 +231,7 @@ def _launch(kind: _Kind, is_aligned: bool, table: Any) -> None:
     tiles = -(-down // _ROWS) * -(-along // _COLUMNS)
     with torch.cuda.device(kind.device if kind.device.type == "cuda" else -1):
         added[(tiles, experts, len(table))](
-            *(table, down, along, *kind.steps),
+            *(table, left, right, down, along, *kind.steps),
             KIND=getattr(tl, _KINDS[kind.dtype]),
             FACTORS=getattr(tl, _KINDS[kind.factors]),
             RANK=kind.rank,
@@ -321,8 +252,9 @@ def _launch(kind: _Kind, is_aligned: bool, table: Any) -> None:
 #
 # ``Merge.repeat`` begins a :class:`Step`, into whose events groups, launches and calls are written.
 # ``Merge.finish`` makes a :class:`Steady` of it if the kernel has made all. The next
-# ``Merge.repeat`` asks whether it ``stands``, and replays it: only rows that are moving get new
-# addresses. States are compared as objects, as ``Merge.look`` makes new ones of what has changed.
+# ``Merge.repeat`` asks whether it ``stands``, and replays it: nothing but the memory of what was
+# gathered is new. States are compared as objects, as ``Merge.look`` makes new ones of what has
+# changed.
 
 
 _merged, _disabled = attrgetter("merged_adapters"), attrgetter("disable_adapters")
@@ -332,12 +264,10 @@ _active, _scaling = attrgetter("active_adapters"), attrgetter("scaling")
 class Step:
     """What a step is made of."""
 
-    def __init__(
-        self, whose: Hashable, states: list[State], adapter: str, others: list[Any]
-    ) -> None:
+    def __init__(self, states: list[State], adapter: str, others: list[Any]) -> None:
         """others: PEFT's layers that the adapter does not touch."""
-        self.whose, self.states, self.adapter, self.others = whose, states, adapter, others
-        #: What was gathered, launched and called, in that order: groups of factors, launches.
+        self.states, self.adapter, self.others = states, adapter, others
+        #: What was gathered, launched and called, in that order.
         self.events: list[Group | Launch | Callable[[], None]] = []
         self.bases: list[Place] = []
         self.factors: list[Place] = []
@@ -361,8 +291,9 @@ class Steady:
     """A step that can be repeated."""
 
     def __init__(self, step: Step, sums: Sums) -> None:
-        self._step, self._sums = step, sums
-        gathered = [place for one in step.events if isinstance(one, Group) for place in one.places]
+        self._step = step
+        groups = [one for one in step.events if isinstance(one, Group)]
+        gathered = [asked.place for one in groups for asked in one.asked]
         places = dict.fromkeys([*step.bases, *step.factors, *gathered])
         lies = [lies_now(*place) for place in places]
         alike = [(False, [one for one in lies if one.spec is None])]
@@ -373,11 +304,10 @@ class Steady:
         self._scales = self._scales_now()
         #: The last launch that reads what was gathered so, after which it is freed.
         self._last = {
-            whose: at
+            group: at
             for at, event in enumerate(step.events)
             if isinstance(event, Launch)
-            for _, sides in event.moving
-            for _, whose, _ in sides
+            for group in event.groups
         }
 
     def _scales_now(self) -> list[float]:
@@ -406,16 +336,14 @@ class Steady:
         for at, event in enumerate(self._step.events):
             try:
                 if isinstance(event, Group):
-                    way, memory = event.gather()
-                    if way in self._last:
-                        gathered[way] = memory
+                    gathered[event] = event.gather()
                 elif isinstance(event, Launch):
-                    self._sums.repeat(event, gathered)
-                    for way in [one for one in gathered if self._last[one] <= at]:
-                        del gathered[way]
+                    event.make(gathered)
                 elif failed is None:
                     event()
             except Exception as error:
                 failed = failed or error
+            for group in [one for one in gathered if self._last.get(one, -1) <= at]:
+                del gathered[group]
         if failed is not None:
             raise failed

@@ -181,8 +181,8 @@ def bands(
 
 
 @triton.jit
-def _address(place, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    address = tl.load(place).to(tl.pointer_type(KIND))
+def _address(place, more, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    address = (tl.load(place) + more).to(tl.pointer_type(KIND))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     return address
@@ -191,6 +191,8 @@ def _address(place, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def added(
     table,
+    left_at,
+    right_at,
     rows,
     columns,
     base_e,
@@ -213,14 +215,16 @@ def added(
     COLUMNS: tl.constexpr,
 ):
     """A program a tile of ROWS by COLUMNS; along the second axis of the grid an expert, along the
-    third a row of the table: addresses of base, out, left and right, and bits of the scale.
+    third a row of the table: addresses of base, out, left and right, and bits of the scale. Those
+    of left and right count from left_at and right_at.
 
     KIND: of base and out. FACTORS: of left and right. ROUNDED: what is added is rounded to KIND
     first. ALIGNED: all addresses are multiples of 16.
     """
     row = table + tl.program_id(2) * 5
-    base, out = _address(row, KIND, ALIGNED), _address(row + 1, KIND, ALIGNED)
-    left, right = _address(row + 2, FACTORS, ALIGNED), _address(row + 3, FACTORS, ALIGNED)
+    base, out = _address(row, 0, KIND, ALIGNED), _address(row + 1, 0, KIND, ALIGNED)
+    left = _address(row + 2, left_at, FACTORS, ALIGNED)
+    right = _address(row + 3, right_at, FACTORS, ALIGNED)
     scale = tl.load(row + 4).to(tl.int32).to(tl.float32, bitcast=True)
     across = tl.cdiv(columns, COLUMNS)
     top = (tl.program_id(0) // across).to(tl.int64) * ROWS

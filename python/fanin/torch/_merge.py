@@ -19,7 +19,7 @@ import torch
 from fanin._cover import Part
 from fanin.errors import RequestError
 from fanin.torch._config import active_adapters, holder_of, kinds_of
-from fanin.torch._factors import Factors, Found, Place, found_in
+from fanin.torch._factors import Asked, Factors, Found, Place
 from fanin.torch._fused import (
     Plan,
     Steady,
@@ -84,6 +84,15 @@ class Layer:
         """Of the whole factors: what has the same ones goes through one launch."""
         return [tuple(place.now().shape) for place in self.places.values()]
 
+    def asked(self, is_stored: bool) -> list[Asked]:
+        """is_stored: what is computed of the base are the parts that the ranks hold."""
+        owner, attribute = self.target
+        base = Place(owner, attribute) if is_stored and attribute in owner._parameters else None
+        experts = getattr(self.layer, "num_experts", 1)
+        if experts == 1:
+            return [Asked(place) for place in self.places.values()]
+        return [Asked(self.places[which], experts, which == "B", base) for which in "AB"]
+
     @property
     def target(self) -> tuple[Any, str]:
         """The module of the base and its attribute."""
@@ -105,17 +114,17 @@ class Layer:
         )
         known = self._plans.get((shape, part))
         if known is None or known[0] != seen:
-            tensors = {which: one.tensor() for which, one in factors.items()}
-            known = seen, self._planned(tensors, shape, part, base) if is_fit else None
+            known = seen, self._planned(factors, shape, part, base) if is_fit else None
             self._plans[shape, part] = known
         if known[1] is None:
-            tensors = {which: one.tensor() for which, one in factors.items()}
-            self._follow(tensors, shape, part, base, out)
+            self._follow(factors, shape, part, base, out)
             return 0 in out.shape
         sums.add(known[1], factors, base, out, scale)
         return True
 
-    def _planned(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any) -> Plan | None:
+    def _planned(
+        self, factors: dict[str, Found], shape: Shape, part: Part, base: Any
+    ) -> Plan | None:
         """None: PEFT's functions have to do it."""
         if self.is_dora or 0 in base.shape or (len(shape) == 3 and shape[0] == 1):
             return None
@@ -125,40 +134,31 @@ class Layer:
         some: Part = offset, (min(rows, self._rows(shape)), *extent)
 
         def both() -> tuple[Any, Any]:
-            noise = {which: noise_like(one) for which, one in factors.items()}
+            noise = {which: _noisy(one) for which, one in factors.items()}
             values = noise_like(base[: some[1][0]])
             outs, sums = (torch.empty_like(values), torch.empty_like(values)), Sums()
             self._follow(noise, shape, some, values, outs[0])
             plan = self._plan(noise, shape, some, values)
-            found = {which: found_in(one) for which, one in noise.items()}
-            sums.add(plan, found, values, outs[1], self.layer.scaling[self.adapter])
+            sums.add(plan, noise, values, outs[1], self.layer.scaling[self.adapter])
             sums.launch()
             return outs
 
         plan = self._plan(factors, shape, part, base)
         kind = (self.kind.__name__, shape, some[1], plan.kind.rank)
-        return plan if is_proven(base, factors["A"], kind, both) else None
+        return plan if is_proven(base, factors["A"].memory, kind, both) else None
 
-    def _plan(self, factors: dict[str, Any], shape: Shape, part: Part, base: Any) -> Plan:
+    def _plan(self, factors: dict[str, Found], shape: Shape, part: Part, base: Any) -> Plan:
         offset, extent = part if len(shape) == 3 else ((0, *part[0]), (1, *part[1]))
-        e, i, j = (slice(at, at + n) for at, n in zip(offset, extent, strict=True))
-        (left, one), (right, other) = self._sides(factors, shape).items()
-        sides = {left: one[e, :, i], right: other[e, :, j]}
-        is_rounded = self.embeds or self.kind.__name__ == "ParamWrapper"
-        return planned(base, factors, sides, is_rounded, extent)
-
-    def _sides(self, factors: dict[str, Any], shape: Shape) -> dict[str, Any]:
-        """What is multiplied, of each expert: [experts, rank, rows], [experts, rank, columns]."""
-        a, b = factors["A"], factors["B"]
-        if len(shape) == 3:
-            count = shape[0]
-            a = a.reshape(count, -1, a.shape[-1])
-            b = b.reshape(b.shape[0], -1, count).permute(2, 1, 0)
-        else:
-            a, b = a[None], b.t()[None]
         swapped = getattr(self.layer, "_did_swap_in_out_features", False)
         by_inputs = self.embeds or (len(shape) == 3 and not swapped)
-        return {"A": a, "B": b} if by_inputs else {"B": b, "A": a}
+        sides = {}
+        for which, at, n in zip("AB" if by_inputs else "BA", offset[1:], extent[1:], strict=True):
+            side, first = factors[which].tensor(), offset[0] - factors[which].expert
+            if len(shape) == 2:
+                side = (side if which == "A" else side.t())[None]
+            sides[which] = side[first : first + extent[0], :, at : at + n]
+        is_rounded = self.embeds or self.kind.__name__ == "ParamWrapper"
+        return planned(base, factors, sides, is_rounded, extent)
 
     def _rows(self, shape: Shape) -> int:
         """How many PEFT's functions are given at a time."""
@@ -166,7 +166,7 @@ class Layer:
         return step - step % _GRAIN if step > _GRAIN else step
 
     def _follow(
-        self, factors: dict[str, Any], shape: Shape, part: Part, base: Any, out: Any
+        self, factors: dict[str, Found], shape: Shape, part: Part, base: Any, out: Any
     ) -> None:
         """By PEFT's functions."""
         (first, *rest), (count, *extent) = part
@@ -179,19 +179,20 @@ class Layer:
             if self.is_dora:  # the norm is one of whole rows
                 summed = base[rows] + delta
                 norm = torch.linalg.norm(summed, dim=1).to(summed.dtype)
-                out[rows] = (factors["magnitude"][start:stop] / norm).view(-1, 1) * summed
+                magnitude = factors["magnitude"].tensor()[start:stop]
+                out[rows] = (magnitude / norm).view(-1, 1) * summed
             elif self.embeds:  # PEFT rounds what is added to embeddings
                 torch.add(base[rows], delta.to(out.dtype), out=out[rows])
             else:
                 torch.add(base[rows], delta, out=out[rows])
 
     def _delta(
-        self, factors: dict[str, Any], shape: Shape, start: int, stop: int, like: Any
+        self, factors: dict[str, Found], shape: Shape, start: int, stop: int, like: Any
     ) -> Any:
         """What is added to rows start to stop; like: has the tensor's dtype and device."""
-        a, b = factors["A"], factors["B"]
+        a, b = factors["A"].tensor(), factors["B"].tensor()
         if len(shape) == 3:
-            return self._experts(a, b, shape[0], start, stop, like)
+            return self._experts(a, b, factors["A"].expert, factors["B"].expert, start, stop, like)
         first, last = start // _GRAIN * _GRAIN, -(-stop // _GRAIN) * _GRAIN
         if self.embeds:
             a = a[:, first:last]
@@ -199,13 +200,19 @@ class Layer:
             b = b[first:last]
         return self._by_peft(a, b, like)[start - first : stop - first]
 
-    def _experts(self, a: Any, b: Any, count: int, start: int, stop: int, like: Any) -> Any:
-        """Of stacked experts. Their number counts slowest in A and fastest in B."""
+    def _experts(
+        self, a: Any, b: Any, of_a: int, of_b: int, start: int, stop: int, like: Any
+    ) -> Any:
+        """Of stacked experts; of_a, of_b: the first ones in the factors."""
+        if a.dim() == 2:
+            delta = self._by_peft(a, b, like)
+            return delta.reshape(1, *delta.shape[-2:])[start:stop]
         # PEFT takes one expert for a layer that is not stacked.
-        first = min(start, max(count - 2, 0))
-        last = min(max(stop, first + 2), count)
-        a = a.reshape(count, -1, a.shape[-1])[first:last].flatten(0, 1)
-        b = b.reshape(b.shape[0], -1, count)[..., first:last].flatten(1)
+        end = min(of_a + len(a), of_b + len(b))
+        first = max(min(start, end - 2), of_a, of_b)
+        last = min(max(stop, first + 2), end)
+        a = a[first - of_a : last - of_a].flatten(0, 1)
+        b = b[first - of_b : last - of_b].permute(2, 1, 0).flatten(1)
         delta = self._by_peft(a, b, like, last - first)
         return delta.reshape(last - first, *delta.shape[-2:])[start - first : stop - first]
 
@@ -256,6 +263,7 @@ class Merge(Batch):
         self._is_looked = False
         #: By whose steps they are.
         self._steady: dict[Hashable, Steady] = {}
+        self._whose: Hashable = None
         #: What the step that is made now is made of, None: it will not be repeated.
         self._step: Step | None = None
 
@@ -297,10 +305,13 @@ class Merge(Batch):
         for layer in reversed(layers):  # the innermost first
             owner, attribute = layer.target
             self._layers.setdefault((id(owner), attribute), []).append(layer)
-        alike = sorted(reversed(self._layers), key=lambda key: self._layers[key][0].shapes)
+        # Large ones first: a GPU computes them while Python goes on.
+        shapes = {key: layers[0].shapes for key, layers in self._layers.items()}
+        alike = sorted(reversed(shapes), key=shapes.__getitem__, reverse=True)
         self._order = {key: place for place, key in enumerate(alike)}
+        is_stored = self._transform is None
         self._factors = Factors(
-            place for key in alike for layer in self._layers[key] for place in layer.places.values()
+            one for key in alike for layer in self._layers[key] for one in layer.asked(is_stored)
         )
         self._steady = {}
 
@@ -454,13 +465,12 @@ class Merge(Batch):
         step, self._step = self._step, None
         self._is_looked = False
         self._factors.forget()
-        self._sums.finish()
+        self._sums.launch()
         self._sums.log = self._factors.log = None
         if step is not None and step.is_whole:
-            with contextlib.suppress(
-                Exception
-            ):  # the step is good, and the next one is not repeated
-                self._steady[step.whose] = Steady(step, self._sums)
+            # The step is good, and the next one is not repeated.
+            with contextlib.suppress(Exception):
+                self._steady[self._whose] = Steady(step, self._sums)
 
     def repeat(self, whose: Hashable, states: list[State]) -> bool:
         steady, stands = self._steady.pop(whose, None), False
@@ -470,13 +480,14 @@ class Merge(Batch):
             steady.repeat()
             self._steady[whose] = steady
             return True
-        self._step = Step(whose, states, self._adapter, [module for _, module in self._others])
-        self._sums.whose = id(whose)
+        self._step = Step(states, self._adapter, [module for _, module in self._others])
+        self._whose = whose
         self._sums.log = self._factors.log = self._step.events
         return False
 
     def release(self) -> None:
         self._steady = {}
+        self._factors.release()
 
     def _refuse_merged(self) -> None:
         """RequestError: the base has another adapter in it, where this one adds nothing. Asked once
@@ -563,6 +574,11 @@ def _stored(name: str, module: Any, attribute: str, tensor: Any, cut: Cut | None
     refuse_kind(Item(name, name, module, attribute), getattr(tensor, "_local_tensor", tensor))
     parts = tuple(part for part, _ in _views(name, tensor, cut))
     return Values(tuple(tensor.shape), tensor.dtype, parts, lambda outs: None)
+
+
+def _noisy(factor: Found) -> Found:
+    noise = noise_like(factor.tensor())
+    return Found(noise, 0, noise.shape, noise.stride(), None, None, factor.expert)
 
 
 def _is_a(module: Any, where: str, name: str) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter, eq, is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -116,11 +116,11 @@ class Columns:
             if not all(map(is_, map(_spec, self._params), self._specs)):
                 return False
             local = list(map(_local_tensor, self._params))
-        return self._computed or (
-            all(map(eq, map(torch.Tensor.data_ptr, local), self._pointers))
-            and all(map(is_, map(_dtype, local), self._dtypes))
-            and all(map(eq, map(_shape, local), self._shapes))
-            and all(map(eq, map(torch.Tensor.stride, local), self._steps))
+        return self._computed or (  # lists are compared sooner than each of their elements
+            list(map(torch.Tensor.data_ptr, local)) == self._pointers
+            and list(map(_dtype, local)) == self._dtypes
+            and list(map(_shape, local)) == self._shapes
+            and list(map(torch.Tensor.stride, local)) == self._steps
         )
 
 
