@@ -235,8 +235,6 @@ static void drop_parts(fanin_relay *r)
 static fanin_status replace_parts(fanin_relay *r, const parts *next, fanin_error *error)
 {
     stop_handing_on(r);
-    if (!digest_equal(&r->parts.holding, &next->holding))
-        r->n_last = 0;
     drop_parts(r);
     r->parts = *next;
     r->alike = (unit_map){
@@ -259,6 +257,9 @@ static fanin_status take_parts(fanin_relay *r, const fanin_pull_options *options
         return status;
     bool same = r->is_put && strcmp(r->publication, options->publication) == 0 &&
                 parts_same_memory(&r->parts, &next);
+    if (strcmp(r->publication, options->publication) != 0 ||
+        !digest_equal(&r->parts.holding, &next.holding))
+        r->n_last = 0;
     if (same)
         parts_free(&next);
     else
