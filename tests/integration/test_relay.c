@@ -315,6 +315,25 @@ CASE(a_pause_meanwhile_leaves_the_others)
     expect_pull_without_trainer(&readers[1], pause_ranks);
 }
 
+static void remove_run(void)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    for (size_t i = 0; i < w.size; i++)
+        assert_ok(fanin_server_remove(w.ranks[i].server, "lora:0", NULL, &error),
+                  error);
+}
+
+/* What others hold of the step is what was committed. */
+CASE(a_run_that_is_removed_meanwhile_leaves_the_others)
+{
+    w.lease_ms = 1;
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    strike_after(2, remove_run);
+    expect_pull(&readers[1], 1);
+    assert_true(strike_left() <= 0);
+}
+
 CASE(a_trainer_that_goes_meanwhile_leaves_the_others)
 {
     begin_readers(2);
