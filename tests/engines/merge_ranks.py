@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fanin.errors import RequestError, StateError
-from fanin.torch import WeightServer
+from fanin.torch import WeightServer, _factors
 from merged import adapted, four_bits, pulled, rounded, same, saved, unpacked
 from peft import LoraConfig
 from quantized import whole_in_fp8
@@ -211,6 +212,28 @@ def refused_on_one_rank(how: str, quantize: str | None) -> None:
             if RANK == 0 and ".q_proj." in shard.name:
                 assert not torch.equal(values, before[shard.name][tuple(rows)])
         dist.barrier()
+
+
+def ended_in(collective: str, quantize: str | None) -> None:
+    """Rank 1 is killed in that collective of a step; the others say so, and nobody reads it."""
+    model = sharded(adapted("linear"), "fsdp")
+    server = WeightServer(model, base_port=0, use_ucx=False, merge=True, quantize=quantize)
+    server.publish(0)
+    dist.barrier()
+    if RANK == 1:
+        module, name = (_factors, "_all_gather")
+        if collective == "maximum":
+            module, name = dist, "all_reduce"
+        setattr(module, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        server.publish(1)
+    except StateError as error:
+        assert "the ranks' collective broke off" in error.message, error
+        assert (error.key, "start all ranks again" in error.remedy) == ("full:0", True), error
+    else:
+        raise AssertionError("published")
+    assert server.runs == {"full:0": 0}
+    server.close()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def test_dora_of_a_base_that_is_cut_by_columns_is_refused(world: World) -> None:
     if len(world.ranks) == 3:
         pytest.skip("FSDP2 cuts no columns unevenly")
     run_case(world, "split_rows_of_dora")
+
+
+@pytest.mark.parametrize("collective, quantize", [("gather", None), ("maximum", "fp8")])
+def test_a_rank_that_ends_in_a_collective(
+    collective: str, quantize: str | None, tmp_path: Path
+) -> None:
+    with World(2, {}, tmp_path / "ranks", "merge_ranks.py") as ranks:
+        ranks.expect("ready")
+        ranks.tell("run", case="ended_in", arguments=[collective, quantize])
+        assert ranks.ranks[1].wait() == -signal.SIGKILL
+        assert ranks.ranks[0].expect("done")["error"] is None
 
 
 @pytest.mark.parametrize("adapter", ["linear", "dora", "experts"])

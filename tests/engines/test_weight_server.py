@@ -321,6 +321,9 @@ def test_calls_that_are_wrong(tmp_path):
         ({"cast": {"*": None}, "snapshot": True}, "cast names no dtype"),
         ({"run": "lora:0"}, "'lora:0' is an adapter's publication"),
         ({"run": "a/b"}, "is no run"),
+        ({"merge": "default"}, "merge is 'default'"),
+        ({"transform": 1}, "transform is 1"),
+        ({"names": 3}, "names is 3"),
         ({"names": lambda name, shape: 3}, "int"),
         ({"names": lambda name, shape: Slice(name, (9,))}, "1 indices for a tensor of 0"),
         ({"names": lambda name, shape: "x"}, "and again of"),
@@ -340,11 +343,19 @@ def test_calls_that_are_wrong(tmp_path):
         server.publish(3)
         with pytest.raises(RequestError, match="not above its last step 3"):
             server.publish(3)
+        with pytest.raises(RequestError, match="no run is named") as caught:
+            server.publish({})
+        assert "the runs are: full:0" in caught.value.remedy
+        with pytest.raises(RequestError, match="None is no run"):
+            server.remove_run(None)
         assert server.write_info(tmp_path) is not None
         info = read_info(tmp_path)
         assert (info.run, info.step, list(info.addresses)) == ("0", 3, server.addresses)
         assert info.publications == ("full:0",)
     server.close()
+    for call in (server.refresh, lambda: server.publish(4), lambda: server.remove_run("0")):
+        with pytest.raises(StateError, match="the server is closed"):
+            call()
 
 
 # --------------------------------------------------------------------------------- life of a server

@@ -89,7 +89,7 @@ def test_the_run_that_is_published_so(
 @pytest.mark.parametrize(
     ("said", "skip", "says"),
     [
-        ("int4", None, ("as {", "full:0 is not quantized", "full:0-fp8 is {", 'add_run("0-fp8"')),
+        ("int4", None, ("as {", "full:0 is not quantized", "full:0-fp8 is {", "ask for what is")),
         ({**BLOCK, "weight_block_size": [64, 64]}, None, ("[64, 64]", "[128, 128]")),
         ({**BLOCK, "scale_fmt": "ue8m0"}, None, ("ue8m0", 'add_run("0-fp8", model, quantize={')),
         ({**BLOCK, "activation_scheme": "static"}, None, ("static", "dynamic")),

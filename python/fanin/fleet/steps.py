@@ -362,6 +362,8 @@ def look(
 
 
 _PLAIN = ("bf16", "bfloat16", "none")
+# What WeightServer quantizes to.
+_MADE = ("fp8", "compressed-tensors")
 # What a quantization_config has if it leaves them out.
 _LEFT_OUT = {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "float"}
 _TAKEN = 'null, "bf16", "fp8", or a quantization_config of Hugging Face'
@@ -441,7 +443,7 @@ def _unknown(quantization: Any) -> RequestError:
 def _patterns(given: Any) -> tuple[str, ...]:
     if given is None:
         return ()
-    if isinstance(given, list) and all(isinstance(one, str) and one for one in given):
+    if isinstance(given, list | tuple) and all(isinstance(one, str) and one for one in given):
         return tuple(given)
     raise RequestError.make(
         f"skip_modules {given!r} is no list of texts", "give a list", key="skip_modules"
@@ -512,7 +514,7 @@ def chosen(published: Mapping[str, Published], wanted: Wanted, own: str) -> Run:
         )
     raise RequestError.make(
         f"no run of the trainer is published as {wanted}: {'; '.join(why)}",
-        f"publish one: {_line(wanted, own)}",
+        _how_to_publish(wanted, own),
         key="quantization",
     )
 
@@ -540,9 +542,11 @@ def _quantized(published: Published, skip: Sequence[str]) -> list[str]:
     return [one for one in modules if any(is_fit(entry, one) for entry in skip)]
 
 
-def _line(wanted: Wanted, run: str) -> str:
+def _how_to_publish(wanted: Wanted, run: str) -> str:
     if wanted.keys is None:
-        return f'server.add_run("{run}-bf16", model)'
+        return f'publish one: server.add_run("{run}-bf16", model)'
+    if wanted.keys["quant_method"] not in _MADE:
+        return "ask for what is published; WeightServer makes " + " and ".join(_MADE)
     how = '"fp8"' if str(wanted) == "fp8" else repr(dict(wanted.keys))
     skip = f", skip_modules={list(wanted.skip)!r}" if wanted.skip else ""
-    return f'server.add_run("{run}-fp8", model, quantize={how}{skip}) of the WeightServer'
+    return f'publish one: server.add_run("{run}-fp8", model, quantize={how}{skip})'

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as _DTensor
 
+from fanin.torch._world import collective
+
 MOST = 16 << 20
 """Bytes that a rank gets at a time, unless one factor has more. Three times as many are held."""
 
@@ -125,7 +127,9 @@ class Whole(Group):
 
     def _gathered(self) -> Any:
         if self._cut is None:
-            return self.tensors[0].full_tensor().flatten().clone()  # else it may be the parameter's
+            with collective():
+                whole = self.tensors[0].full_tensor()
+            return whole.flatten().clone()  # else it may be the parameter's
         ranks, rooms = self._ranks, self._rooms
         local = list(map(_local_tensor, self.tensors))
         if list(map(torch.Tensor.numel, local)) != rooms:
@@ -136,7 +140,8 @@ class Whole(Group):
         mine = torch._C._nn.flatten_dense_tensors(local)
         everyone = mine.new_empty(ranks, mine.numel())
         group = self._cut[0].get_group(self._cut[1])
-        _all_gather(everyone.view(-1).view(torch.uint8), mine.view(torch.uint8), group)
+        with collective():
+            _all_gather(everyone.view(-1).view(torch.uint8), mine.view(torch.uint8), group)
         if ranks == 1:
             return everyone[0]
         whole = everyone.new_empty(everyone.numel())
@@ -172,7 +177,8 @@ class Exchanged(Group):
         if self._ranks == 1:
             return mine
         everyone = torch.empty_like(mine)
-        dist.all_to_all_single(everyone, mine, group=self._group)
+        with collective():
+            dist.all_to_all_single(everyone, mine, group=self._group)
         del mine
         each = everyone.view(self._ranks, -1, *everyone.shape[1:])
         return each.permute(1, 2, 3, 0, 4).contiguous()

@@ -370,8 +370,8 @@ class Merge(Batch):
             raise _refused(
                 layers[0].path,
                 f"adds to '{paths[0]}', which is tied to '{paths[1]}': merged they are two tensors",
-                "load the base with tie_word_embeddings=False and two tensors, or leave the "
-                "embeddings out of target_modules",
+                "load the base with two tensors (tie_word_embeddings=False, no layer_replication), "
+                "or leave the module out of target_modules",
             )
 
     def __call__(self, name: str, module: Any, attribute: str, tensor: Any) -> Values | None:

@@ -365,7 +365,7 @@ class Publisher:
         Raises:
             NotFoundError: no such run.
         """
-        (one,) = self._named(run)
+        (one,) = self._named(self._publication(run))
         self._server.remove(one.publication)
         with contextlib.suppress(NotFoundError):  # it has had no step
             self._server.remove(publication_for(one.publication))
@@ -581,6 +581,8 @@ class Publisher:
             )
 
     def _named(self, run: Run | None) -> list[OneRun]:
+        if not self._finalizer.alive:
+            raise StateError.make("the server is closed", "make a new one to publish again")
         if run is None:
             return self._all()
         publication = self._publication(run)
@@ -597,10 +599,14 @@ class Publisher:
     def _chosen(self, step: Steps) -> list[tuple[OneRun, int]]:
         if isinstance(step, Mapping):
             runs = [(self._named(run)[0], at) for run, at in step.items()]
+            if not runs:
+                raise RequestError.make(
+                    "no run is named", f"give {{run: step}}; the runs are: {self._known()}"
+                )
             if len({one.publication for one, _ in runs}) < len(runs):
                 raise RequestError.make(f"a run is named twice in {dict(step)}")
         else:
-            runs = [(one, step) for one in self._all()]
+            runs = [(one, step) for one in self._named(None)]
             if len(runs) != 1:
                 raise RequestError.make(
                     f"a step alone says nothing with these runs: {self._known()}",
@@ -756,9 +762,12 @@ class Publisher:
         for at, run in enumerate(ordered):
             try:
                 run.parameters.stages.fill()
-            except Exception:  # the others have met this rank, and wait for it
+            except Exception as error:  # the others have met this rank, and wait for it
                 for later in ordered[at + 1 :]:
-                    later.parameters.stages.miss()
+                    with contextlib.suppress(StateError):  # a rank is gone
+                        later.parameters.stages.miss()
+                if isinstance(error, FaninError):
+                    error.key = error.key or run.publication
                 raise
 
     def _lend(self, run: OneRun) -> None:

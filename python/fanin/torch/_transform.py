@@ -263,15 +263,17 @@ def values_of(item: Item, transform: Transform | None, tensor: Any) -> Values | 
     if answer is None:
         return None
     if not isinstance(answer, Values):
-        raise TypeError(
-            f"transform returned {answer!r} for {item.name}; fanin.torch.Values or None is wanted"
+        raise RequestError.make(
+            f"transform returned {answer!r} for '{item.name}'",
+            "return fanin.torch.Values, or None",
+            key=item.name,
         )
     shape = tuple(answer.shape)
     for offset, extent in answer.parts:
         if not (
             len(offset) == len(extent) == len(shape)
             and all(
-                at >= 0 and n >= 0 and at + n <= size
+                isinstance(at, int) and isinstance(n, int) and 0 <= at <= at + n <= size
                 for at, n, size in zip(offset, extent, shape, strict=True)
             )
         ):

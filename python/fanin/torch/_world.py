@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fanin._route import route_address
-from fanin.errors import FaninError, HostError, RequestError
+from fanin.errors import FaninError, HostError, RequestError, StateError
 from fanin.info import is_loopback, is_numeric
 
 MAX_PORT = 65535
@@ -45,6 +45,21 @@ class Report:
     local_rank: int | None
     world_id: bytes
     has_run: bool = True
+
+
+@contextlib.contextmanager
+def collective() -> Iterator[None]:
+    """Around a collective of the trainer's ranks. StateError: it broke off."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise StateError.make(
+            f"the ranks' collective broke off: {error}",
+            "see which rank has ended, by its log's last lines; then start all ranks again, as "
+            "their process group does not outlive one",
+        ) from error
 
 
 class Ranks:
@@ -74,7 +89,7 @@ class Ranks:
         if not self._distributed or self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        with self._on_device():
+        with self._on_device(), collective():
             torch.distributed.all_gather_object(out, value, group=self._group)
         return out
 
@@ -85,7 +100,7 @@ class Ranks:
         dist = torch.distributed
         out = [value if rank == self.rank else None]
         source = rank if self._group is None else dist.get_global_rank(self._group, rank)
-        with self._on_device():
+        with self._on_device(), collective():
             dist.broadcast_object_list(out, src=source, group=self._group)
         return out[0]
 
@@ -109,10 +124,12 @@ class Ranks:
         if not self._distributed or self.size == 1:
             return lambda: None
         dist = torch.distributed
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        with collective():
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def wait() -> None:
-            work.wait()
+            with collective():
+                work.wait()
 
         return wait
 

@@ -102,6 +102,15 @@ def _source(run: Run, what: _What, deltas: int) -> Source:
             f"the model is a {type(model).__name__}", "give the torch.nn.Module that is trained"
         )
     publication = full_publication(run)
+    if not isinstance(what.merge, bool):
+        raise RequestError.make(
+            f"merge is {what.merge!r}",
+            "give True: the model's active adapter is merged, see set_adapter()",
+            key="merge",
+        )
+    for key, given in (("transform", transform), ("names", what.names)):
+        if given is not None and not callable(given):
+            raise RequestError.make(f"{key} is {given!r}", "give a function", key=key)
     quantizer = None if form is None else Quantizer(form)
     # What is rounded needs memory for a part at a time: of whole blocks, and of 64 rows as PEFT's
     # products are computed.
