@@ -159,7 +159,8 @@ async def of_engine(desk: Desk, app: App, monkeypatch: pytest.MonkeyPatch, **arg
             return body
 
         url = SimpleNamespace(path=path)
-        return await app.endpoints[path](SimpleNamespace(headers=headers, json=json, url=url))
+        request = SimpleNamespace(method="POST", headers=headers, json=json, url=url)
+        return await app.endpoints[path](request)
 
     return ask
 
