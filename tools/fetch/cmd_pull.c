@@ -76,7 +76,7 @@ static int pull_tell(const session *s, const common_options *common,
                        ? " (was there already, and is unchanged: nothing was pulled)"
                        : "");
     terminal_print("%-9s %s", "run", s->run);
-    report_print(info);
+    report_print(info, o->delta_from != NULL && info->whole_because == NULL);
     if (o->delta_from != NULL && !info->reused)
         tell_delta(info, o->delta_from);
     if (o->prove)

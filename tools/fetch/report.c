@@ -41,12 +41,12 @@ static bool moves_bytes(const report_phase *phase)
            strcmp(name, "total") == 0 || strcmp(name, "write") == 0;
 }
 
-/* That the phase went through: of a pull by patches they alone were read. */
-static uint64_t bytes_moved(const fanin_result_info *info, const report_phase *phase)
+/* That the phase went through. */
+static uint64_t bytes_moved(const fanin_result_info *info, const report_phase *phase,
+                            bool by_patches)
 {
-    bool patches = info->patch_bytes > 0 && info->whole_because == NULL;
-    return patches && strcmp(phase->name, "read") == 0 ? info->patch_bytes
-                                                       : info->bytes;
+    return by_patches && strcmp(phase->name, "read") == 0 ? info->patch_bytes
+                                                          : info->bytes;
 }
 
 static json_t *checksums_json(const fanin_result_info *info)
@@ -153,7 +153,7 @@ static void print_paths(const fanin_result_info *info)
     json_decref(ranks);
 }
 
-void report_print(const fanin_result_info *info)
+void report_print(const fanin_result_info *info, bool by_patches)
 {
     printf("%-9s %" PRIu64 "\n", "step", info->step);
     printf("%-9s %s\n", "world", output_hex(info->world_id).s);
@@ -175,7 +175,7 @@ void report_print(const fanin_result_info *info)
             continue;
         printf("%-9s %12s", p->name, output_duration(ns).s);
         if (moves_bytes(p) && !info->reused)
-            printf("  %12s", output_rate(bytes_moved(info, p), ns).s);
+            printf("  %12s", output_rate(bytes_moved(info, p, by_patches), ns).s);
         putchar('\n');
     }
 }

@@ -19,8 +19,9 @@ uint64_t report_phase_ns(const fanin_result_info *info, const report_phase *phas
 /** All of @p info as an object. */
 json_t *report_json(const fanin_result_info *info);
 
-/** Lines "name  value" on stdout; phases that took no time are left out. */
-void report_print(const fanin_result_info *info);
+/** Lines "name  value" on stdout; phases that took no time are left out. @p by_patches: they alone
+    were read, if there were any. */
+void report_print(const fanin_result_info *info, bool by_patches);
 
 /** The largest resident set of this process so far. */
 uint64_t report_peak_bytes(void);
