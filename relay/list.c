@@ -484,7 +484,8 @@ static fanin_status take_changes(holders_list *list, const task *t, answer *answ
 }
 
 /* Offers, and hears of others until the task is another one, or something fails. All is asked at
-   once: the rank is woken by one packet. */
+   once: the rank is woken by one packet. Where it refuses the offer nothing stays parked, since the
+   lists are asked for without a version. */
 static fanin_status offer_and_hear(holders_list *list, const task *t,
                                    fanin_error *error)
 {

@@ -32,7 +32,7 @@ typedef enum connection_state {
 
 /**
  * Gets the reply to one request. @p type 0: the connection was lost first; why is in
- * connection_fault(). The body is valid during the call. A handler may ask again.
+ * its `fault`. The body is valid during the call. A handler may ask again.
  */
 typedef void (*reply_fn)(void *cookie, connection *c, message_type type, body *b);
 

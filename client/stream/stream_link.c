@@ -618,7 +618,7 @@ static bool is_link_proven(data_connection *d, const msg_hello_ok *said)
 /* It is the rank of the control connection. False: it is not, and is lost. */
 static bool is_same_rank(data_connection *d, const msg_hello_ok *hello)
 {
-    msg_hello_ok rank = *&d->link->control->peer;
+    msg_hello_ok rank = d->link->control->peer;
     if (memcmp(hello->incarnation, rank.incarnation, sizeof rank.incarnation) != 0) {
         data_lose(d, FANIN_ERR_CLOSED, 0, "has another server at its address now");
         return false;

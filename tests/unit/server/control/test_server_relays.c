@@ -347,6 +347,29 @@ SERVER_TEST(lies_are_refused)
     }
 }
 
+/* Readers ask together with the offer. Their requests would fill the session's places, were they
+   parked: a refused offer is made again. */
+SERVER_TEST(who_is_refused_an_offer_has_nothing_parked)
+{
+    fanin_server *s = start(0);
+    peer p = open_relay(s);
+    const msg_offer m = offer_of(6, 1, 7001);
+    for (unsigned i = 0; i < 17; i++) {
+        buffer b = {0};
+        encode_offer(&b, ++p.request, &m);
+        add_ask(&b, &p, 6, 1, 0, 3600000);
+        add_ask(&b, &p, 6, 2, 0, 3600000);
+        peer_send(&p, &b);
+        (void)peer_expect_error(&p, FANIN_ERR_STALE);
+        for (int list = 0; list < 2; list++) {
+            hear(&p);
+            assert_int_equal(heard.n_entries, 0);
+        }
+    }
+    peer_close(&p);
+    server_expect_idle(s);
+}
+
 /* What no encoder of ours sends: one byte of an offer's place is another one. */
 static void refuse_altered(const char *place, size_t at, uint8_t byte,
                            const char *words)
