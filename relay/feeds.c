@@ -146,6 +146,7 @@ static void trace_brought(const feed *f, const batch *b)
                 break;
         }
         trace_span span = trace_span_of(TRACE_BRING, b->began_ns, FANIN_OK, about);
+        span.ended_ns = b->read_ns; /* within its row no other span is cut */
         span.bytes = bytes_of_runs(&f->of->relay->parts, b->runs + first, i - first);
         span.step = f->of->step;
         span.place = f->client->place;
@@ -208,7 +209,7 @@ static fanin_status bring_runs(feed *f, batch *b, fanin_error *error)
     fanin_status status = pull_session_read(f->session, runs, b->n, error);
     if (status != FANIN_OK)
         return status;
-    uint64_t now = clock_ns();
+    uint64_t now = b->read_ns = clock_ns();
     learn_batch(f, bytes_of_runs(p, b->runs, b->n), now - began);
     pthread_mutex_lock(&a->relay->lock);
     schedule_read(a->schedule, f->number, b->runs, b->n, now);

@@ -74,7 +74,7 @@ typedef struct batch {
     struct feed *of; /**< NULL: the place is free */
     unit_run runs[RUNS];
     size_t n;
-    uint64_t began_ns;
+    uint64_t began_ns, read_ns; /* when the read began, and ended */
 } batch;
 
 /** A thread that reads from one source. */

@@ -25,7 +25,7 @@ typedef enum trace_name {
     TRACE_DIGEST,
     TRACE_END,
     TRACE_APPLY, /**< patches, to what the destination holds */
-    TRACE_BRING, /**< of a relay: units from one source, until it has confirmed them */
+    TRACE_BRING, /**< of a relay: units from one source, which has confirmed them */
     TRACE_WRITE,
     TRACE_PUBLISH,
     TRACE_BEGIN_UPDATE,

@@ -131,6 +131,29 @@ static uint64_t number_behind(const char *text, const char *words)
     return strtoull(text + strlen(words), NULL, 10);
 }
 
+static uint64_t ns_behind(const char *text, const char *words)
+{
+    uint64_t us = number_behind(text, words);
+    return 1000 * us + number_behind(strstr(text, words), ".");
+}
+
+/* Viewers drop a span that begins within another one of its row and ends behind it. */
+static void expect_nested(const char *text)
+{
+    for (const char *a = text; (a = strstr(a, "\"name\":\"bring\"")); a++) {
+        uint64_t began = ns_behind(a, "\"ts\":"),
+                 ended = began + ns_behind(a, "\"dur\":");
+        for (const char *b = text; (b = strstr(b, "{\"ph\":\"X\"")); b++) {
+            uint64_t from = ns_behind(b, "\"ts\":"),
+                     to = from + ns_behind(b, "\"dur\":");
+            if (number_behind(a, "\"tid\":") == number_behind(b, "\"tid\":"))
+                assert_true(to <= began || from >= ended ||
+                            (from <= began && to >= ended) ||
+                            (from >= began && to <= ended));
+        }
+    }
+}
+
 /* Marks the units of a span, "...: units 0-7 9-9". Each comes once. */
 static void mark_units(const char *span, bool *units, size_t n)
 {
@@ -184,6 +207,7 @@ CASE(a_trace_tells_who_brought_which_units)
     fanin_relay_stats s = stats_of(&readers[1]);
     bool *units = calloc(s.units, sizeof *units);
     assert_non_null(units);
+    expect_nested(text);
     read_brought(text, bytes, units, s.units);
     assert_int_equal(bytes[false], s.bytes_from_relays);
     assert_int_equal(bytes[true], s.bytes_from_origin);
