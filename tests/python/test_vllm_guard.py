@@ -356,6 +356,16 @@ def test_workers_of_two_lives_of_a_rank_are_not_resumed() -> None:
     assert core.resumed == 1
 
 
+def test_workers_that_have_not_met_all_ranks() -> None:
+    """One read while the rank was not there, and the two others before it ended and after."""
+    models = [[one.holds()] for one in (Updates("a"), Updates("b"), Updates("c"))]
+    for (one,), lives in zip(models, ({}, {"3": "c" * 32}, {"3": "d" * 32}), strict=True):
+        one["incarnations"] = lives
+    said = "rank 3 of the trainer was started again between the pulls of b and c"
+    assert guard.not_whole(models) == said
+    assert guard.not_whole(models[:2]) == ""
+
+
 def test_a_failure_before_the_first_byte_changes_nothing() -> None:
     core = engine()
     update(core, 3)
@@ -753,6 +763,10 @@ def test_no_replica_is_resumed_if_one_is_dirty() -> None:
             f"step 3 of launch {'a' * 32}, step 3 of launch {'b' * 32}",
         ),
         ((THREE, (*THREE[:2], {"0": "d" * 32})), "rank 0 of the trainer was started again"),
+        (
+            ((*THREE[:2], {}), THREE, (*THREE[:2], {"0": "d" * 32})),
+            "rank 0 of the trainer was started again",
+        ),
     ],
 )
 def test_replicas_of_different_steps_are_not_resumed(held: Any, says: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -116,11 +116,19 @@ def incarnations_of(client: Any) -> dict[str, str]:
     }
 
 
-def restarted_between(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The rank that was started again between two pulls of a launch, by what
-    :func:`incarnations_of` said after each; "" if none was. It may have other bytes under the
-    number of a step."""
-    return next((rank for rank, life in one.items() if other.get(rank, life) != life), "")
+def restarted_between(pulls: Iterable[Mapping[str, str]]) -> tuple[str, int, int] | None:
+    """The rank that was started again between two of several pulls of a launch, and the numbers of
+    these; None if none was. It may have other bytes under the number of a step.
+
+    pulls: what :func:`incarnations_of` said after each: not every one has met all ranks.
+    """
+    met: dict[str, tuple[int, str]] = {}
+    for number, lives in enumerate(pulls):
+        for rank, life in lives.items():
+            before, known = met.setdefault(rank, (number, life))
+            if known != life:
+                return rank, before, number
+    return None
 
 
 def is_outlived(client: Any, run: str, then: Mapping[str, str], deadline: float) -> bool:

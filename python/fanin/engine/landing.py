@@ -34,7 +34,7 @@ class Origin:
         again in the same launch. Of several launches tells who has all pulls."""
         self.worlds.add(str(result.world_id))
         lives = incarnations_of(client)
-        rank = restarted_between(self.incarnations, lives)
+        rank, *_ = restarted_between((self.incarnations, lives)) or ("",)
         if rank and len(self.worlds) == 1:
             text = f"rank {rank} of the trainer was started again while step {result.step} was read"
             raise StaleError.make(text, "update again")

@@ -526,15 +526,14 @@ def _agreed(mine: _Report, shapes: dict[str, tuple[int, ...]]) -> _Report:
     if len(whole.worlds) > 1:
         whole.failure = _of_several_launches(everybody)
         return whole
-    for worker, one in enumerate(everybody):
-        again = restarted_between(everybody[0].incarnations, one.incarnations)
-        if again:
-            text = (
-                f"rank {again} of the trainer was started again between the pulls of worker 0 and"
-                f" worker {worker}"
-            )
-            whole.failure = str(StaleError.make(text, "sync again"))
-            return whole
+    if again := restarted_between(one.incarnations for one in everybody):
+        name, first, second = again
+        text = (
+            f"rank {name} of the trainer was started again between the pulls of worker {first} and"
+            f" worker {second}"
+        )
+        whole.failure = str(StaleError.make(text, "sync again"))
+        return whole
     try:
         refuse_missed(missed(shapes, [one.taken for one in everybody]), _ALL_OF_IT)
     except FaninError as error:

@@ -149,11 +149,10 @@ def not_whole(workers: list[list[dict[str, Any]]]) -> str:
                     f"{one['worker']} has {called(one['step'], one['world'])}"
                     + (f": {failed}" if failed else "")
                 )
-            if rank := restarted_between(first["incarnations"], one["incarnations"]):
-                return (
-                    f"rank {rank} of the trainer was started again between the pulls of "
-                    f"{first['worker']} and {one['worker']}"
-                )
+        if again := restarted_between(one["incarnations"] for one in models):
+            rank, *two = again
+            of = " and ".join(models[number]["worker"] for number in two)
+            return f"rank {rank} of the trainer was started again between the pulls of {of}"
     return ""
 
 

@@ -240,11 +240,10 @@ async def _against_resuming(engine: Any) -> str:
         return said[0]
     told = await _of_all(engine, "fanin_step")
     held = [called(step, world) for step, world, _ in told]
-    again = next((rank for *_, one in told if (rank := restarted_between(told[0][2], one))), "")
     if len(set(held)) > 1:
         text = f"the replicas have the weights of different steps: {', '.join(held)}"
-    elif again:
-        text = f"rank {again} of the trainer was started again between the replicas' pulls"
+    elif again := restarted_between(lives for *_, lives in told):
+        text = f"rank {again[0]} of the trainer was started again between the replicas' pulls"
     else:
         return ""
     return str(StateError.make(text, REMEDY))
