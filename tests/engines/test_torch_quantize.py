@@ -20,7 +20,7 @@ import numpy
 import pytest
 import torch
 from fanin.errors import FaninError, RequestError, StateError
-from fanin.torch import Slice, WeightServer
+from fanin.torch import Slice, WeightServer, _blocks8, _formats, _quantized, _transform
 from full_models import random_model, save_full_model
 from quantize_ranks import module_of, whole_tensors
 from quantize_ranks import names as expert_names
@@ -500,3 +500,26 @@ def test_parts_of_real_models(size: int, model: str, kinds: list[str], tmp_path:
                     check(got, now, **rule)
         world.tell("exit")
         assert world.wait() == [0] * size
+
+
+def test_why_a_rank_misses_a_step_is_told_though_another_one_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(_: Any) -> Any:
+        raise StateError.make("the ranks' collective broke off", "see which rank has ended")
+
+    def fails(*_: Any) -> None:
+        raise RequestError.make("the adapter is switched off", "switch it on")
+
+    quantizer = _quantized.Quantizer(_formats.format_of("fp8"))
+    quantizer.agree(_blocks8.Shared(1, {}), torch.device("cpu"), gone)
+    before = _quantized.Quantizer(_formats.format_of("fp8"))
+    monkeypatch.setattr(before, "fill", fails)
+    with pytest.raises(RequestError, match="switched off"):
+        _transform.Stages([before, quantizer]).fill()
+    monkeypatch.setattr(quantizer, "_maxima", fails)
+    with pytest.raises(RequestError, match="switched off"):
+        quantizer.fill()
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="broke off"):
+        quantizer.fill()

@@ -695,8 +695,11 @@ def test_names_functions_that_are_wrong():
         serve(model, names=lambda name, shape: "x")
     with pytest.raises(RequestError, match="out of range"):
         serve(model, names=lambda name, shape: Slice(name, (99,)))
-    with pytest.raises(RequestError, match=r"TypeError: names\(\) returned \[5\]"):
+    with pytest.raises(RequestError, match=r"names\(\) returned \[5\] for '.*lora_A") as caught:
         serve(model, names=lambda name, shape: [5])
+    assert "return a name, None" in caught.value.remedy
+    with pytest.raises(RequestError, match="names is 3"):
+        serve(model, names=3)
 
 
 def test_names_may_leave_out(pull):
@@ -747,8 +750,9 @@ def test_models_that_cannot_be_published():
         serve(Stacked())
     with pytest.raises(RequestError, match="lacks lora_alpha, r"):
         serve(Stacked(), config={"base_model_name_or_path": "x"})
-    with pytest.raises(RequestError, match="TypeError: config is a int"):
+    with pytest.raises(RequestError, match="config is a int") as caught:
         serve(model, config=5)
+    assert caught.value.key == "config" and "PEFT's configuration" in caught.value.remedy
     with pytest.raises(RequestError, match="no run"):
         serve(adapted(), run="a/b")
     with pytest.raises(RequestError, match="not initialised"):
@@ -834,8 +838,10 @@ def test_close():
     held = weakref.ref(server)
     server.close()
     server.close()
-    with pytest.raises(FaninError):
+    with pytest.raises(StateError, match="the server is closed"):
         server.publish(1)
+    with pytest.raises(StateError, match="the server is closed"):
+        server.add_run("1")
     del server
     gc.collect()
     assert held() is None

@@ -324,7 +324,7 @@ def test_calls_that_are_wrong(tmp_path):
         ({"merge": "default"}, "merge is 'default'"),
         ({"transform": 1}, "transform is 1"),
         ({"names": 3}, "names is 3"),
-        ({"names": lambda name, shape: 3}, "int"),
+        ({"names": lambda name, shape: 3}, r"names\(\) returned 3 for"),
         ({"names": lambda name, shape: Slice(name, (9,))}, "1 indices for a tensor of 0"),
         ({"names": lambda name, shape: "x"}, "and again of"),
         ({"names": lambda name, shape: [Slice("x"), Slice("x")]}, "several parts of one tensor"),
@@ -346,14 +346,21 @@ def test_calls_that_are_wrong(tmp_path):
         with pytest.raises(RequestError, match="no run is named") as caught:
             server.publish({})
         assert "the runs are: full:0" in caught.value.remedy
-        with pytest.raises(RequestError, match="None is no run"):
-            server.remove_run(None)
+        for call in (lambda: server.remove_run(None), lambda: server.publish({None: 4})):
+            with pytest.raises(RequestError, match="None is no run"):
+                call()
         assert server.write_info(tmp_path) is not None
         info = read_info(tmp_path)
         assert (info.run, info.step, list(info.addresses)) == ("0", 3, server.addresses)
         assert info.publications == ("full:0",)
     server.close()
-    for call in (server.refresh, lambda: server.publish(4), lambda: server.remove_run("0")):
+    for call in (
+        server.refresh,
+        lambda: server.publish(4),
+        lambda: server.remove_run("0"),
+        lambda: server.add_run("1", model),
+        lambda: server.write_info(tmp_path),
+    ):
         with pytest.raises(StateError, match="the server is closed"):
             call()
 

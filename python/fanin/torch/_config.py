@@ -42,7 +42,7 @@ def config_of(model: Any, adapter: str | None, given: Any) -> Mapping[str, Any] 
     """The configuration as a mapping: what is given (a PEFT configuration or a mapping), else that
     of the model's adapter; None if there is none.
 
-    TypeError: what is given is neither. RequestError: it is another kind of adapter's.
+    RequestError: what is given is neither, or another kind of adapter's.
     """
     if given is None:
         configs = getattr(holder_of(model), "peft_config", {})
@@ -52,8 +52,10 @@ def config_of(model: Any, adapter: str | None, given: Any) -> Mapping[str, Any] 
         if given is None:
             return None
     if not isinstance(given, Mapping) and not hasattr(given, "to_dict"):
-        raise TypeError(
-            f"config is a {type(given).__name__}; PEFT's configuration or a dict is wanted"
+        raise RequestError.make(
+            f"config is a {type(given).__name__}",
+            "give PEFT's configuration or a dict",
+            key="config",
         )
     fields = dict(given if isinstance(given, Mapping) else given.to_dict())
     kind = _plain(fields.get("peft_type") or _LORA)
@@ -147,7 +149,7 @@ def model_config(model: Any, given: Any, unpacked: bool = False) -> str | None:
     unpacked: what bitsandbytes packs is published as it is without.
 
     given: transformers' configuration, a mapping or JSON; None: the model's own. None if it has
-    none. TypeError: what is given is none of these.
+    none. RequestError: what is given is none of these.
     """
     holder = None
     if given is None:
@@ -165,9 +167,10 @@ def model_config(model: Any, given: Any, unpacked: bool = False) -> str | None:
     else:
         fields = _plain(given)
     if not isinstance(fields, dict):
-        raise TypeError(
-            f"config is a {type(given).__name__}; transformers' configuration, a dict or JSON of "
-            "one is wanted"
+        raise RequestError.make(
+            f"config is a {type(given).__name__}",
+            "give transformers' configuration, a dict or JSON of one",
+            key="config",
         )
     if unpacked and (fields.get("quantization_config") or {}).get("quant_method") == "bitsandbytes":
         del fields["quantization_config"]

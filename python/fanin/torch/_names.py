@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fanin.errors import RequestError
 from fanin.torch import _blocks
 
 PREFIX = "base_model.model."
@@ -151,7 +152,7 @@ not as DTensors, say so by ``Slice.at`` and ``Slice.shape``; otherwise all must 
 
 
 def slices_of(names: NamesFunction, name: str, shape: tuple[int, ...]) -> tuple[Slice, ...]:
-    """The answer of ``names``, as slices. TypeError if it is of another kind."""
+    """The answer of ``names``, as slices. RequestError: it is of another kind."""
     answer = names(name, shape)
     if answer is None:
         return ()
@@ -159,10 +160,12 @@ def slices_of(names: NamesFunction, name: str, shape: tuple[int, ...]) -> tuple[
         return (Slice(answer),)
     if isinstance(answer, Slice):
         return (answer,)
-    out = tuple(answer)
+    out = tuple(answer) if isinstance(answer, Iterable) else (answer,)
     if not all(isinstance(item, Slice) for item in out):
-        raise TypeError(
-            f"names() returned {answer!r} for {name}; a name, None or fanin.torch.Slice is wanted"
+        raise RequestError.make(
+            f"names() returned {answer!r} for '{name}'",
+            "return a name, None, fanin.torch.Slice or several of these",
+            key=name,
         )
     return out
 

@@ -124,6 +124,13 @@ def _finish(server: Server, process: int) -> None:
         server.close()
 
 
+def refuse_uncallable(**given: Any) -> None:
+    """RequestError: an argument is neither a function nor None."""
+    for key, one in given.items():
+        if one is not None and not callable(one):
+            raise RequestError.make(f"{key} is {one!r}", "give a function", key=key)
+
+
 def cause_of(caught: Exception) -> FaninError:
     """An error of this package that can travel to other ranks, made from whatever was raised."""
     error = as_fanin_error(caught)
@@ -365,7 +372,7 @@ class Publisher:
         Raises:
             NotFoundError: no such run.
         """
-        (one,) = self._named(self._publication(run))
+        one = self._one(run)
         self._server.remove(one.publication)
         with contextlib.suppress(NotFoundError):  # it has had no step
             self._server.remove(publication_for(one.publication))
@@ -419,8 +426,7 @@ class Publisher:
         """
         if self._rank != 0:
             return None
-        runs = self._all()
-        meant = runs if run is None else self._named(run)
+        meant = self._named(run)
         chosen = meant[0] if len(meant) == 1 else None
         if step is None and chosen is not None:
             step = chosen.step
@@ -430,7 +436,7 @@ class Publisher:
             run=None if chosen is None else chosen.publication.partition(":")[2],
             server_name=self._server.name,
             step=step,
-            publications=tuple(one.publication for one in runs),
+            publications=tuple(self.runs),
             secret_file=self._secret_file,
         )
         return write_info(directory, info)
@@ -444,7 +450,8 @@ class Publisher:
     def close(self, drain: float = 1.0) -> None:
         """Stops serving; running pulls may end for ``drain`` seconds. Needs no other rank.
 
-        On return no memory of the model is read any more. Called again it does nothing.
+        On return no memory of the model is read any more. Called again it does nothing; calls that
+        publish, or concern runs, raise StateError.
         """
         if self._finalizer.detach() is not None:
             self._server.close(drain)
@@ -571,7 +578,12 @@ class Publisher:
             self._proofs[name] = AdapterProof(name, ranks.rank, ranks.size, source.scale_of)
         return run
 
+    def _refuse_closed(self) -> None:
+        if not self._finalizer.alive:
+            raise StateError.make("the server is closed", "make a new one to publish again")
+
     def _refuse_known(self, publication: str) -> None:
+        self._refuse_closed()
         if publication in self._runs:
             raise RequestError.make(
                 f"run {publication} is there already",
@@ -581,24 +593,25 @@ class Publisher:
             )
 
     def _named(self, run: Run | None) -> list[OneRun]:
-        if not self._finalizer.alive:
-            raise StateError.make("the server is closed", "make a new one to publish again")
-        if run is None:
-            return self._all()
+        self._refuse_closed()
+        return self._all() if run is None else [self._one(run)]
+
+    def _one(self, run: Run) -> OneRun:
+        self._refuse_closed()
         publication = self._publication(run)
         found = self._runs.get(publication)
         if found is None:
             raise NotFoundError.make(
                 f"there is no run {publication}", f"the runs are: {self._known()}", key=publication
             )
-        return [found]
+        return found
 
     def _known(self) -> str:
         return ", ".join(self.runs) or "none"
 
     def _chosen(self, step: Steps) -> list[tuple[OneRun, int]]:
         if isinstance(step, Mapping):
-            runs = [(self._named(run)[0], at) for run, at in step.items()]
+            runs = [(self._one(run), at) for run, at in step.items()]
             if not runs:
                 raise RequestError.make(
                     "no run is named", f"give {{run: step}}; the runs are: {self._known()}"
@@ -764,8 +777,7 @@ class Publisher:
                 run.parameters.stages.fill()
             except Exception as error:  # the others have met this rank, and wait for it
                 for later in ordered[at + 1 :]:
-                    with contextlib.suppress(StateError):  # a rank is gone
-                        later.parameters.stages.miss()
+                    later.parameters.stages.miss()
                 if isinstance(error, FaninError):
                     error.key = error.key or run.publication
                 raise

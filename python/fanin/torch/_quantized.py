@@ -7,6 +7,7 @@ of, and every placement need nothing of their own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -213,30 +214,28 @@ class Quantizer:
     def fill(self) -> None:
         """Rounds the rest of what the sources hold now; a block that ranks share by the maximum of
         all."""
-        error: Exception | None = None
         with torch.no_grad():
             try:
                 work = self._work_of((None,))
                 first = self._maxima(work)
                 for here in self._here.values():
                     torch.maximum(self._flat, here.to(self._flat.device), out=self._flat)
-            except Exception as caught:  # the others wait for this rank all the same
-                error = caught
+            except Exception:  # the others wait for this rank all the same
+                self.miss()
+                raise
             wait = self._reduced() if self._shared.size else None
-            if error is None:
-                self._whole(work)
+            self._whole(work)
             if wait is not None:
                 wait()
-            if error is not None:
-                raise error
             for here in self._here.values():
                 here.copy_(self._flat)
             self._rest(work, first)
 
     def miss(self) -> None:
         if self._shared.size:
-            self._flat.zero_()
-            self._reduce(self._flat)()
+            with contextlib.suppress(Exception):
+                self._flat.zero_()
+                self._reduce(self._flat)()
 
     def release(self) -> None:
         self._entries, self._scaled, self._jobs, self._works = {}, {}, None, {}

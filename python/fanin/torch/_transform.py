@@ -48,7 +48,8 @@ class Stage(Protocol):
         """
 
     def miss(self) -> None:
-        """This rank cannot publish: takes part in what the others' :meth:`fill` waits for."""
+        """This rank cannot publish: takes part in what the others' :meth:`fill` waits for. Raises
+        nothing: why it cannot is told."""
 
     def release(self) -> None:
         """Releases memory, of the model's and of the results: nobody reads them now."""
@@ -256,7 +257,7 @@ def parts_of(tensor: Any, name: str = "tensor") -> list[tuple[tuple[int, ...], A
 
 
 def values_of(item: Item, transform: Transform | None, tensor: Any) -> Values | None:
-    """The transform's answer. TypeError: of another kind. RequestError: parts that are none."""
+    """The transform's answer. RequestError: of another kind, or parts that are none."""
     if transform is None:
         return None
     answer = transform(item.name, item.owner, item.attribute, tensor)

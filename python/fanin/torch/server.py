@@ -19,7 +19,14 @@ from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, 
 from fanin.torch._fsdp import refuse_fsdp1, sharding_of
 from fanin.torch._names import PREFIX, NamesFunction, on_disk, parse, unknown_part
 from fanin.torch._parameters import Change, Parameters
-from fanin.torch._publisher import OneRun, Publisher, RankOptions, Run, Source
+from fanin.torch._publisher import (
+    OneRun,
+    Publisher,
+    RankOptions,
+    Run,
+    Source,
+    refuse_uncallable,
+)
 from fanin.torch._replicas import At
 from fanin.torch._tree import BUFFER, PARAMETER, Found, Item, root_of, walk, walk_buffers
 from fanin.torch._union import ranks_text
@@ -33,6 +40,7 @@ def _source(
             f"the model is a {type(model).__name__}", "give the torch.nn.Module that PEFT made"
         )
     publication = publication_of(run)
+    refuse_uncallable(names=names)
     chosen = choose_adapter(model, adapter, active_adapters(holder_of(model)))
 
     def fields() -> Mapping[str, Any] | None:

@@ -40,6 +40,7 @@ from fanin.torch._publisher import (
     Source,
     cause_of,
     first_device,
+    refuse_uncallable,
 )
 from fanin.torch._quantized import Quantizer
 from fanin.torch._replicas import At, Replicas, refuse_parts, replicas_of
@@ -108,9 +109,7 @@ def _source(run: Run, what: _What, deltas: int) -> Source:
             "give True: the model's active adapter is merged, see set_adapter()",
             key="merge",
         )
-    for key, given in (("transform", transform), ("names", what.names)):
-        if given is not None and not callable(given):
-            raise RequestError.make(f"{key} is {given!r}", "give a function", key=key)
+    refuse_uncallable(transform=transform, names=what.names)
     quantizer = None if form is None else Quantizer(form)
     # What is rounded needs memory for a part at a time: of whole blocks, and of 64 rows as PEFT's
     # products are computed.
