@@ -729,12 +729,13 @@ static void await_others(attempt *a, fanin_session **session)
 fanin_status attempt_run(attempt *a, fanin_session *session, fanin_error *error)
 {
     fanin_status status = open_attempt(a, error);
-    if (status == FANIN_OK)
+    if (status == FANIN_OK) {
         await_others(a, &session);
-    if (status == FANIN_OK)
-        status = feed_start_origin(a, session, error);
-    if (status != FANIN_OK) {
+        status = feed_start_origin(a, session, error); /* whose the session is now */
+    } else {
         fanin_session_abandon(&session);
+    }
+    if (status != FANIN_OK) {
         end_feeds(a, status);
         return status;
     }

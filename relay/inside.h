@@ -165,7 +165,8 @@ msg_offer relay_numbers(fanin_relay *r);
 void relay_tell(fanin_relay *r);
 
 /* feeds.c */
-/** Starts reading from the trainer by the session, NULL: by one that it begins. */
+/** Starts reading from the trainer by the session, NULL: by one that it begins. The feed owns it,
+    also where it does not start. */
 fanin_status feed_start_origin(attempt *a, fanin_session *session, fanin_error *error);
 /** Starts reading from a holder. */
 fanin_status feed_start_holder(attempt *a, const holder *who, fanin_error *error);

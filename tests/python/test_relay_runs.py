@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -103,3 +106,39 @@ def test_readers_without_relays_read_beside_them(stack: ExitStack) -> None:
         runs.commit(step)
         pull_all(readers, step)
         assert all(reader.holds(runs.held["full:0"]) for reader, _ in readers)
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("left", [0, 2, 4, 8])
+def test_a_relay_without_descriptors(left: int, stack: ExitStack) -> None:
+    """It reads from whom it can, or says what it lacks; and reads as ever when it has some."""
+    runs = Runs(stack, "full:0")
+    first, other = (Reader(fanin.Relay, runs, stack) for _ in range(2))
+    for step in (1, 2):
+        runs.commit(step)
+        first.pull("full:0", step)
+        try:
+            with descriptors_left(left):
+                other.pull("full:0", step)
+        except (fanin.UnreachableError, fanin.ConnectionFailedError) as error:
+            assert left == 0 and "Too many open files" in error.message
+            assert "raise ulimit -n" in error.remedy
+            other.pull("full:0", step)
+        assert other.holds(runs.held["full:0"])
