@@ -139,14 +139,14 @@ class Whole(Group):
         # A few calls for all of them: Python takes longer for one than a GPU.
         mine = torch._C._nn.flatten_dense_tensors(local)
         everyone = mine.new_empty(ranks, mine.numel())
+        # Before the collective: who lacks memory behind it would gather once more than the others.
+        whole = everyone[0] if ranks == 1 else everyone.new_empty(everyone.numel())
         group = self._cut[0].get_group(self._cut[1])
         with collective():
             _all_gather(everyone.view(-1).view(torch.uint8), mine.view(torch.uint8), group)
-        if ranks == 1:
-            return everyone[0]
-        whole = everyone.new_empty(everyone.numel())
-        outs = [one.view(ranks, -1) for one in whole.split([ranks * room for room in rooms])]
-        torch.split_with_sizes_copy(everyone, rooms, dim=1, out=outs)
+        if ranks > 1:
+            outs = [one.view(ranks, -1) for one in whole.split([ranks * room for room in rooms])]
+            torch.split_with_sizes_copy(everyone, rooms, dim=1, out=outs)
         return whole
 
 
@@ -179,9 +179,8 @@ class Exchanged(Group):
         everyone = torch.empty_like(mine)
         with collective():
             dist.all_to_all_single(everyone, mine, group=self._group)
-        del mine
-        each = everyone.view(self._ranks, -1, *everyone.shape[1:])
-        return each.permute(1, 2, 3, 0, 4).contiguous()
+        each = everyone.view(self._ranks, -1, *everyone.shape[1:]).permute(1, 2, 3, 0, 4)
+        return mine.view(each.shape).copy_(each)  # what was sent is not needed any more
 
 
 class Factors:
@@ -263,7 +262,9 @@ class Factors:
 
 def _kind_of(tensor: Any) -> Any:
     """Equal for as long as a tensor travels in the same way."""
-    return getattr(tensor, "_spec", None) or (tensor.dtype, tensor.shape, tensor.device)
+    if isinstance(tensor, _DTensor):
+        return tensor._spec, tensor._local_tensor.device
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def _group_of(one: Asked, tensor: Any) -> tuple[Group | None, int]:
