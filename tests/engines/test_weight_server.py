@@ -323,6 +323,7 @@ def test_calls_that_are_wrong(tmp_path):
         ({"run": "a/b"}, "is no run"),
         ({"merge": "default"}, "merge is 'default'"),
         ({"transform": 1}, "transform is 1"),
+        ({"config": "{"}, "config is a str"),
         ({"names": 3}, "names is 3"),
         ({"names": lambda name, shape: 3}, r"names\(\) returned 3 for"),
         ({"names": lambda name, shape: Slice(name, (9,))}, "1 indices for a tensor of 0"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 from collections.abc import Mapping
@@ -160,8 +161,10 @@ def model_config(model: Any, given: Any, unpacked: bool = False) -> str | None:
         given = getattr(holder, "config", None)
         if given is None:
             return None
+    fields = None
     if isinstance(given, str):
-        fields = json.loads(given)
+        with contextlib.suppress(ValueError):
+            fields = json.loads(given)
     elif hasattr(given, "to_json_string"):
         fields = json.loads(given.to_json_string())
     else:
