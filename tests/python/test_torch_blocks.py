@@ -13,6 +13,7 @@ import sys
 import pytest
 from fanin._library import library
 from fanin._tensors import Box
+from fanin.errors import RequestError
 from fanin.torch import Slice, chain, on_disk, per_expert, renamed, slot
 from fanin.torch._blocks import (
     Split,
@@ -371,5 +372,5 @@ def test_chain_slices_slices():
 def test_answers_of_names_functions():
     assert slices_of(lambda n, s: None, "x", (1,)) == ()
     assert slices_of(lambda n, s: Slice("y"), "x", (1,)) == (Slice("y"),)
-    with pytest.raises(TypeError, match="names\\(\\) returned"):
+    with pytest.raises(RequestError, match="names\\(\\) returned"):
         slices_of(lambda n, s: ["y"], "x", (1,))
