@@ -34,10 +34,13 @@ class Origin:
         again in the same launch. Of several launches tells who has all pulls."""
         self.worlds.add(str(result.world_id))
         lives = incarnations_of(client)
-        rank, *_ = restarted_between((self.incarnations, lives)) or ("",)
-        if rank and len(self.worlds) == 1:
-            text = f"rank {rank} of the trainer was started again while step {result.step} was read"
-            raise StaleError.make(text, "update again")
+        again = restarted_between((self.incarnations, lives))
+        if again and len(self.worlds) == 1:
+            raise StaleError.make(
+                f"rank {again[0]} of the trainer was started again while step {result.step} was "
+                "read",
+                "update again",
+            )
         self.incarnations.update(lives)
 
 

@@ -593,8 +593,10 @@ class Publisher:
             )
 
     def _named(self, run: Run | None) -> list[OneRun]:
+        if run is not None:
+            return [self._one(run)]
         self._refuse_closed()
-        return self._all() if run is None else [self._one(run)]
+        return self._all()
 
     def _one(self, run: Run) -> OneRun:
         self._refuse_closed()
