@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fanin.errors import FaninError, RequestError
@@ -105,6 +106,29 @@ def test_steps() -> None:
         model[0].packed = torch.nn.Parameter(torch.zeros_like(model[0].packed), False)
         server.publish(2)
         same(pulled(server), wanted_of(model))
+
+
+@pytest.mark.parametrize("number", [int, np.int64, float])
+def test_parts_in_other_numbers(number: Any) -> None:
+    def half(name: str, module: Any, attribute: str, tensor: Any) -> Values:
+        part = (number(0), number(0)), (number(4), number(2))
+        other = (number(0), number(2)), (number(4), number(2))
+        return Values((4, 4), torch.float32, (part, other), fill)
+
+    def fill(outs: list[Any]) -> None:
+        for out, value in zip(outs, (1.5, 2.5), strict=True):
+            out.fill_(value)
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    options: dict[str, Any] = {"base_port": 0, "use_ucx": False, "transform": half}
+    if number is not int:
+        with pytest.raises(RequestError, match="of 'weight' of shape") as caught:
+            WeightServer(model, **options)
+        assert caught.value.remedy.endswith("as Python's integers")
+        return
+    with WeightServer(model, **options) as server:
+        server.publish(0)
+        same(pulled(server), {"weight": torch.tensor([1.5, 1.5, 2.5, 2.5]).repeat(4, 1)})
 
 
 def test_answers_that_are_none() -> None:

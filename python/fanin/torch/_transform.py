@@ -281,7 +281,7 @@ def values_of(item: Item, transform: Transform | None, tensor: Any) -> Values | 
             raise RequestError.make(
                 f"transform says that this rank computes the part {list(extent)} at "
                 f"{list(offset)} of '{item.name}' of shape {list(shape)}",
-                "give offset and extent in elements of the whole tensor",
+                "give offset and extent in elements of the whole tensor, as Python's integers",
                 key=item.name,
             )
     return answer
