@@ -209,7 +209,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 PULLS = """
-import os, sys, logging, fanin, numpy as np
+import os, sys, time, logging, fanin, numpy as np
 if sys.argv[1:] == ["own"]:
     logging.basicConfig(format="own %(message)s", level=logging.WARNING)
     logging.getLogger("fanin").setLevel(logging.ERROR)
@@ -219,6 +219,8 @@ with fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, use_ucx=False) 
     with fanin.Client([f"127.0.0.1:{server.port}"], use_ucx=False) as client:
         for _ in range(30):
             client.pull_into(0, {"x": np.zeros(4, np.float32)})
+    while server.stats().sessions:  # a server that ends says nothing of those it has yet
+        time.sleep(0.01)
 """
 
 
