@@ -219,7 +219,7 @@ with fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, use_ucx=False) 
     with fanin.Client([f"127.0.0.1:{server.port}"], use_ucx=False) as client:
         for _ in range(30):
             client.pull_into(0, {"x": np.zeros(4, np.float32)})
-    while server.stats().sessions:  # a server that ends says nothing of those it has yet
+    while server.stats()["sessions"]:  # a server that ends says nothing of those it has yet
         time.sleep(0.01)
 """
 
