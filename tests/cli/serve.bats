@@ -95,6 +95,19 @@ rank_nice()
     stop_ranks
 }
 
+@test "list: a long value of metadata is cut between two characters" {
+    start_ranks --adapter-shape small --world-size 1
+    "$NIXL_FETCH" pull "$info" --out d
+    stop_ranks
+    # 61 bytes, of which the last two are one character; and one more of them.
+    printf '{"r": 8, "lora_alpha": 16, "peft_type": "LORA", "x": "%s\303\244"}' 12345 \
+        >d/adapter_config.json
+    start_ranks --adapter d --world-size 1
+    run -0 "$NIXL_FETCH" list "$info"
+    grep -qx 'run 0: peft_config = {"r": 8, "lora_alpha": 16, "peft_type": "LORA", "x": "12345\.\.\.' <<<"$output"
+    stop_ranks
+}
+
 @test "a pull ends by SIGTERM with 143, SIGHUP with 129, a doctor by Ctrl-C with 130, and says why" {
     start_ranks --adapter-shape small --world-size 1
     for signal in TERM HUP; do

@@ -6,6 +6,7 @@
 #include "fetch/output.h"
 #include "fetch/session.h"
 #include "fetch/shard_map.h"
+#include "text.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -328,16 +329,17 @@ static json_t *metadata_of(session *s, const view *items, size_t count)
 
 static void print_metadata(const char *name, json_t *metadata)
 {
+    enum { SHOWN = 60 }; /* bytes of a value */
     const char *key;
     json_t *value;
     json_object_foreach(metadata, key, value)
     {
-        const char *text = json_string_value(value);
-        int length = text != NULL ? (int)strcspn(text, "\n") : 0;
-        bool cut = text != NULL && (text[length] != '\0' || length > 60);
-        terminal_print("run %s: %s = %.*s%s", options_run_of(name), key,
-                       length > 60 ? 60 : length, text != NULL ? text : "",
-                       cut ? "..." : "");
+        const char *text = json_is_string(value) ? json_string_value(value) : "";
+        char shown[SHOWN + 1];
+        utf8_copy(shown, sizeof shown, text);
+        shown[strcspn(shown, "\n")] = '\0';
+        terminal_print("run %s: %s = %s%s", options_run_of(name), key, shown,
+                       strlen(shown) < strlen(text) ? "..." : "");
     }
 }
 

@@ -98,7 +98,7 @@ static int ping_finish(const report *r, const char *notes, fanin_status status,
     }
     int code = missing_report(&m);
     if (apart) {
-        failure_use_json(false); /* the data are told */
+        output_use_json(false); /* the data are told */
         code = session_failure(r->session, "not one world", error);
     }
     missing_free(&m);

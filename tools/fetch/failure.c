@@ -7,13 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 
-static bool json_wanted;
-
-void failure_use_json(bool json)
-{
-    json_wanted = json;
-}
-
 json_t *failure_json(const fanin_error *error)
 {
     json_t *body = output_object(
@@ -48,9 +41,8 @@ static void failure_tell(const char *what, const fanin_error *error)
     terminal_tell("nixl-fetch: %s: %s%s%s%s%s%s", what, why, keyed ? " (key '" : "",
                   keyed ? error->key : "", keyed ? "')" : "",
                   error->remedy[0] != '\0' ? ": " : "", error->remedy);
-    if (!json_wanted)
-        return;
-    output_json_line(failure_json(error));
+    if (output_uses_json())
+        output_json_line(failure_json(error));
 }
 
 int failure_report(const char *what, const fanin_error *error)
@@ -121,7 +113,7 @@ int failure_of_output(int code)
     output_flush();
     if (output_errno() == 0 && !ferror(stdout))
         return code;
-    json_wanted = false; /* there is nowhere to */
+    output_use_json(false); /* there is nowhere to */
     return failure_local("cannot write the output", FANIN_ERR_IO,
                          "give standard output a place with room", "%s",
                          output_errno() != 0 ? strerror(output_errno())

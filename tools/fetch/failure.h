@@ -13,9 +13,6 @@
 #include <jansson.h>
 #include <stdbool.h>
 
-/** Whether errors also go to stdout as JSON; set once by the option parser. */
-void failure_use_json(bool json);
-
 /** The object that is printed with --json. */
 json_t *failure_json(const fanin_error *error);
 

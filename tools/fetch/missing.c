@@ -131,7 +131,7 @@ int missing_report(const missing *m)
              first->address);
     snprintf(what, sizeof what, "%u of %u ranks answered", m->asked - m->count,
              m->asked);
-    failure_use_json(false); /* the data tell it all */
+    output_use_json(false); /* the data tell it all */
     return failure_report(what, &error);
 }
 

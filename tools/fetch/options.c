@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/options.h"
 #include "fetch/failure.h"
+#include "fetch/output.h"
 #include "fetch/pattern.h"
 
 #include <ctype.h>
@@ -420,7 +421,7 @@ void options_expect_json(int argc, const char *const *argv)
 {
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0)
-            failure_use_json(true);
+            output_use_json(true);
 }
 
 bool options_parse(const command *self, int argc, const char **argv,
@@ -450,7 +451,7 @@ bool options_parse(const command *self, int argc, const char **argv,
         options_bad_option(self, &flat, parsed->context, code);
         return false;
     }
-    failure_use_json(common->json != 0);
+    output_use_json(common->json != 0);
     for (const char *word; good && (word = poptGetArg(parsed->context)) != NULL;) {
         if (parsed->count == MAX_POSITIONAL) {
             failure_usage(self->name, "too many arguments, from '%s' on", word);

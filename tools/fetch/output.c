@@ -19,11 +19,28 @@
 #include <unistd.h>
 
 static int write_errno; /* of the first write that failed */
+static bool json_wanted;
+
+void output_use_json(bool json)
+{
+    json_wanted = json;
+}
+
+bool output_uses_json(void)
+{
+    return json_wanted;
+}
 
 void *output_require(void *memory)
 {
     if (memory == NULL) {
         fputs("nixl-fetch: out of memory: free memory\n", stderr);
+        if (json_wanted) /* as failure_json() has it; that allocates */
+            printf(
+                "{\"schema\":1,\"error\":{\"code\":%d,\"status\":\"FANIN_ERR_MEMORY\","
+                "\"message\":\"out of memory\",\"rank\":null,\"key\":null,"
+                "\"address\":null,\"phase\":null,\"remedy\":\"free memory\"}}\n",
+                FANIN_ERR_MEMORY);
         exit(exit_code_of(FANIN_ERR_MEMORY));
     }
     return memory;
@@ -123,15 +140,16 @@ json_t *output_string(const char *text)
 {
     if (text == NULL || text[0] == '\0')
         return json_null();
-    json_t *value = json_string(text);
-    if (value == NULL) {
-        char *copy = output_require(strdup(text));
-        for (char *p = copy; *p != '\0'; p++)
-            if ((unsigned char)*p >= 0x80)
-                *p = '?';
-        value = output_require(json_string(copy));
-        free(copy);
+    char *copy = output_require(strdup(text));
+    bool hidden;
+    for (char *p = copy; *p != '\0';) {
+        size_t size = utf8_next(p, &hidden);
+        if (size == 0)
+            *p = '?';
+        p += size > 0 ? size : 1;
     }
+    json_t *value = output_require(json_string(copy));
+    free(copy);
     return value;
 }
 

@@ -7,7 +7,12 @@
 #include <fanin/types.h>
 #include <jansson.h>
 #include <libsmartcols/libsmartcols.h>
+#include <stdbool.h>
 #include <stdio.h>
+
+/** Whether errors also go to stdout as JSON; set by the option parser. */
+void output_use_json(bool json);
+bool output_uses_json(void);
 
 /** @p memory; NULL ends the program with a message. */
 void *output_require(void *memory);

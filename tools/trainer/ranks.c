@@ -83,6 +83,7 @@ static _Noreturn void child(ranks *r, uint32_t rank, pid_t parent)
     char name[32];
     snprintf(name, sizeof name, "nixl-rank-%u", rank);
     prctl(PR_SET_NAME, name);
+    output_use_json(false); /* its parent tells what becomes of it */
     rank_extent *extents =
         r->extents != NULL ? r->extents + rank * r->options->tensors->count : NULL;
     exit(serve_rank(r->options, r->board, rank, r->ready, extents));
