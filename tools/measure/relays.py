@@ -35,13 +35,10 @@ import ctypes
 import json
 import mmap
 import os
-import queue
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,6 +46,9 @@ from typing import Any
 
 import fanin
 from switch import NETWORK, Switch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "engines"))
+from worlds import Child, Control
 
 RUN, PORT, WIDTH, TENSORS = "full:0", 6000, 4096, 16
 MODES = ("one", "direct", "relay")
@@ -80,37 +80,37 @@ def mapped(options: argparse.Namespace, rank: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def tell(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+# ------------------------------------------------------------------------ the children
 
 
-# ------------------------------------------------------------------------ the processes
+class Rank:
+    """A rank of the trainer, whose bytes are new in each step."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._memory = mapped(options, options.index)
+        self._server = fanin.Server(
+            world_id=options.world, rank=options.index, world_size=options.ranks, base_port=PORT,
+            bind=options.bind, open=True, allow=NETWORK, secret_file=options.secret_file,
+            use_ucx=False,
+        )  # fmt: skip
+        self._server.put(RUN, tensors_at(options, self._memory, options.index))
 
-def serve(options: argparse.Namespace) -> None:
-    """A rank. Told a step, commits new bytes; tells when. Told 0, tells what it has sent."""
-    memory = mapped(options, options.index)
-    server = fanin.Server(
-        world_id=options.world, rank=options.index, world_size=options.ranks, base_port=PORT,
-        bind=options.bind, open=True, allow=NETWORK, secret_file=options.secret_file, use_ucx=False,
-    )  # fmt: skip
-    with server:
-        server.put(RUN, tensors_at(options, memory, options.index))
-        tell(ready=True)
-        for line in sys.stdin:
-            if int(line) == 0:
-                tell(payload=server.stats()["bytes_streamed"])
-                continue
-            server.begin_update(RUN)
-            memory[:] = os.urandom(len(memory))
-            server.commit(RUN, int(line))
-            tell(at=time.monotonic())
+    def step(self, number: int) -> dict[str, Any]:
+        """When it was committed."""
+        self._server.begin_update(RUN)
+        self._memory[:] = os.urandom(len(self._memory))
+        self._server.commit(RUN, number)
+        return {"at": time.monotonic()}
+
+    def sent(self) -> dict[str, Any]:
+        return {"payload": self._server.stats()["bytes_streamed"]}
 
 
 class Reader:
     """Pulls the whole model, directly or by a relay, into the same memory."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, control: Control) -> None:
+        self._control = control
         self._live = [mapped(options, rank) for rank in range(options.ranks)]
         self._memory = mmap.mmap(-1, options.mib << 20)
         self._packed = fanin.pack(tensors_at(options, self._memory, None))
@@ -131,7 +131,7 @@ class Reader:
         if self._relay is not None:
             self._relay.release()
         by = self._relay if mode == "relay" else self._direct
-        tell(begun=time.monotonic())
+        self._control.say("begun", at=time.monotonic())
         result = by.pull_into(RUN, self._packed, step=step, timeout=timeout)
         at = time.monotonic()
         told: dict[str, int] = {}
@@ -155,59 +155,14 @@ class Reader:
         )
 
 
-def read(options: argparse.Namespace) -> None:
-    """A reader. Told how, which step, and for how long to wait; tells when it begins and ends."""
-    reader = Reader(options)
-    tell(ready=True)
-    for line in sys.stdin:
-        mode, step, timeout = json.loads(line)
-        try:
-            tell(**reader.pull(mode, step, timeout))
-        except fanin.FaninError as error:
-            tell(failed=str(error))
+def child() -> None:
+    control, options = Control(), argparse.Namespace(**json.loads(sys.argv[1]))
+    made = Rank(options) if options.role == "rank" else Reader(options, control)
+    control.say("here")
+    control.obey(made)
 
 
 # ---------------------------------------------------------------------------- measuring
-
-
-class Process:
-    """One of them, whose answers are waited for with a deadline."""
-
-    def __init__(self, stack: ExitStack, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        stack.callback(self.end)
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
-
-    def say(self, *words: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(words[0] if len(words) == 1 else words) + "\n")
-        self._process.stdin.flush()
-
-    def told(self, wait: float = 60.0) -> dict[str, Any]:
-        try:
-            line = self._answers.get(timeout=wait)
-        except queue.Empty:
-            sys.exit(f"relays: process {self._process.pid} says nothing for {wait:.0f} s")
-        if not line:
-            sys.exit("relays: a process ended: its message is above")
-        answer: dict[str, Any] = json.loads(line)
-        if "failed" in answer:
-            sys.exit(f"relays: a reader failed: {answer['failed']}")
-        return answer
-
-    def strike(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 class Lab:
@@ -221,12 +176,12 @@ class Lab:
         )
         self.ideal = options.mib * (1 << 20) * 8 / options.mbit / 1e6
         self._targets = [f"{self._switch.address(r)}:{PORT + r}" for r in range(options.ranks)]
-        self._ranks = [self._start("--serve", r, r) for r in range(options.ranks)]
+        self._ranks = [self._start("rank", r, r) for r in range(options.ranks)]
         for rank in self._ranks:
-            rank.told()
+            rank.expect("here")
         self._readers = {n: self._reader(n) for n in range(1, options.readers + 1)}
         for reader in self._readers.values():
-            reader.told()
+            reader.expect("here")
         if options.slow:
             self._switch.up(self._host(options.slow), options.mbit / options.by)
         self._step = 0
@@ -234,21 +189,20 @@ class Lab:
     def _host(self, reader: int) -> int:
         return self._options.ranks - 1 + reader
 
-    def _start(self, role: str, host: int, index: int) -> Process:
-        words = [*sys.argv[1:], role, "--index", str(index), "--bind", self._switch.address(host)]
-        for name in ("folder", "world", "secret_file"):
-            words += [f"--{name.replace('_', '-')}", getattr(self._options, name)]
-        words += ["--targets", ",".join(self._targets)]
-        return Process(self._stack, self._switch.start(host, __file__, *words))
+    def _start(self, role: str, host: int, index: int) -> Child:
+        options = {**vars(self._options), "role": role, "index": index}
+        options |= {"bind": self._switch.address(host), "targets": self._targets}
+        folder, inside = Path(self._options.folder), self._switch.inside(host)
+        one = Child(f"{role}{index}", str(Path(__file__).resolve()), options, folder, inside)
+        self._stack.callback(one.close)
+        return one
 
-    def _reader(self, number: int) -> Process:
-        return self._start("--read", self._host(number), number)
+    def _reader(self, number: int) -> Child:
+        return self._start("reader", self._host(number), number)
 
     def _sent(self) -> tuple[int, int]:
         """Bytes that the ranks have sent: on their links, and payload."""
-        for rank in self._ranks:
-            rank.say(0)
-        payload = sum(rank.told()["payload"] for rank in self._ranks)
+        payload = sum(rank.do("sent")["payload"] for rank in self._ranks)
         return sum(self._switch.sent(r) for r in range(self._options.ranks)), payload
 
     def turn(self, mode: str, one: float) -> dict[str, Any]:
@@ -263,8 +217,8 @@ class Lab:
         waits = [n for n in self._readers if (mode != "one" or n == 1) and n != late]
 
         def begin(number: int) -> float:
-            self._readers[number].say(mode, self._step, wait)
-            return float(self._readers[number].told(wait)["begun"])
+            self._readers[number].tell("pull", mode=mode, step=self._step, timeout=wait)
+            return float(self._readers[number].expect("begun", wait)["at"])
 
         for number in waits:
             begin(number)
@@ -272,23 +226,24 @@ class Lab:
         before = self._sent()
         crossed = self._switch.crossed() if options.far else 0
         for rank in self._ranks:
-            rank.say(self._step)
-        start = max(rank.told()["at"] for rank in self._ranks)
+            rank.tell("step", number=self._step)
+        start = max(rank.expect("done")["at"] for rank in self._ranks)
         began: dict[int, float] = {}
         if victim or late:
             time.sleep(max(0.0, start + options.at * one - time.monotonic()))
         if victim:
-            self._readers[victim].strike(signal.SIGKILL if options.kill else signal.SIGSTOP)
+            how = signal.SIGKILL if options.kill else signal.SIGSTOP
+            self._readers[victim].process.send_signal(how)
             waits.remove(victim)
         if late:
             began[late] = begin(late)
             waits.append(late)
-        ends = {number: self._readers[number].told(wait) for number in waits}
+        ends = {number: self._readers[number].expect("done", wait) for number in waits}
         sent, payload = (now - then for now, then in zip(self._sent(), before, strict=True))
         if victim:
-            self._readers[victim].end()
+            self._readers[victim].close()
             self._readers[victim] = self._reader(victim)
-            self._readers[victim].told()
+            self._readers[victim].expect("here")
         if not all(end["right"] and end["step"] == self._step for end in ends.values()):
             sys.exit(f"relays: WRONG BYTES in step {self._step}, {mode}: {ends}")
         took = {number: end["at"] - began.get(number, start) for number, end in ends.items()}
@@ -318,25 +273,25 @@ class Lab:
 
 def summary(turns: list[dict[str, Any]], ideal: float) -> dict[str, Any]:
     """Of each mode: medians beside those of one pull; without that mode, beside the link."""
+
+    def median(own: list[dict[str, Any]], name: str) -> float:
+        return statistics.median(turn[name] for turn in own if name in turn)
+
     ones = [turn for turn in turns if turn["mode"] == "one"]
-    second = statistics.median(turn["seconds"] for turn in ones) if ones else ideal
+    second = median(ones, "seconds") if ones else ideal
     found: dict[str, Any] = {"one_s": second, "link_s": ideal}
     for mode in dict.fromkeys(turn["mode"] for turn in turns):
         own = [turn for turn in turns if turn["mode"] == mode]
         ratios = [turn["seconds"] / second for turn in own]
-        found[mode] = {
-            "times": statistics.median(ratios),
-            "least": min(ratios),
-            "most": max(ratios),
-        }
-        found[mode]["models"] = statistics.median(turn["models"] for turn in own)
+        told = {"times": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        told["models"] = median(own, "models")
         if ones:
-            bytes_of_one = statistics.median(turn["sent"] for turn in ones)
-            found[mode]["link"] = statistics.median(turn["sent"] for turn in own) / bytes_of_one
-        if all("line" in turn for turn in own):
-            found[mode]["line"] = statistics.median(turn["line"] for turn in own)
-        if any("own_s" in turn for turn in own):
-            found[mode]["own"] = statistics.median(turn["own_s"] for turn in own) / second
+            told["link"] = median(own, "sent") / median(ones, "sent")
+        if "line" in own[0]:
+            told["line"] = median(own, "line")
+        if "own_s" in own[0]:
+            told["own"] = median(own, "own_s") / second
+        found[mode] = told
     return found
 
 
@@ -379,12 +334,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-places", action="store_true")
     parser.add_argument("--congestion", help="TCP's control; this machine's")
     parser.add_argument("--json", action="store_true")
-    for hidden in ("folder", "world", "secret-file", "bind", "index", "targets"):
-        parser.add_argument(f"--{hidden}", default="0", help=argparse.SUPPRESS)
-    for role in ("serve", "read"):
-        parser.add_argument(f"--{role}", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.index, options.targets = int(options.index), options.targets.split(",")
     if max(options.kill, options.stop, options.late, options.slow) > options.readers:
         parser.error("there is no such reader")
     if not 0 <= options.far < options.readers:
@@ -397,10 +347,10 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
-    if options.serve or options.read:
-        serve(options) if options.serve else read(options)
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        child()
         return
+    options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go in any case
     with ExitStack() as stack:
         options.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relays-"))
