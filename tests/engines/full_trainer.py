@@ -243,7 +243,6 @@ class Trainer:
     def step(self, count: int, record: bool) -> dict[str, Any]:
         import torch
 
-        committed = 0.0
         for _ in range(count):
             if self.options.get("train", True):
                 tokens = torch.randint(3, 256, (2, 16), generator=self.tokens).to(self.device)
@@ -253,12 +252,11 @@ class Trainer:
                     self.optimizer.step()
                 else:
                     self.disturb()
-            committed = time.monotonic()
             self.optimizer.zero_grad()
             self.number += 1
             if record:
                 self.gather(str(self.scratch / f"step-{self.number}"))
-        return {"step": self.number, "committed": committed}
+        return {"step": self.number}
 
     def nccl_begin(self, url: str) -> None:
         """vLLM's own NCCL engine, from this world's rank 0 to the one worker of that server."""

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,10 @@ class LiveTrainer:
         return self
 
     def step(self, count: int = 1, *, record: bool = True) -> dict[str, Any]:
-        """Trains and commits this many steps. The answer: `step`, and `committed`, the latest
-        rank's CLOCK_MONOTONIC after the last commit, in seconds."""
+        """Trains and commits this many steps. The answer: `step`."""
         answers = self._world.do("step", count=count, record=record)
         self.published = int(answers[0]["step"])
-        return answers[0] | {"committed": max(answer["committed"] for answer in answers)}
-
-    def gather(self, directory: Path) -> float:
-        """Gathers what is trained and saves it; the seconds that this took."""
-        answers = self._world.do("gather", directory=str(directory))
-        return max(float(answer["seconds"]) for answer in answers)
+        return answers[0]
 
     def pause(self) -> None:
         self._world.do("pause")
@@ -155,34 +148,29 @@ class Trainer:
     def step(self, count: int, record: bool) -> dict[str, Any]:
         import torch
 
-        committed = 0.0
         for _ in range(count):
             tokens = torch.randint(3, 256, (2, 16), generator=self.tokens)
             self.model(input_ids=tokens, labels=tokens).loss.backward()
             with self.server.updating(self.number + 1, digests=self.digests):
                 self.optimizer.step()
-            committed = time.monotonic()
             self.optimizer.zero_grad()
             self.number += 1
             if record:
                 self.gather(self.scratch / f"step-{self.number}")
-        return {"step": self.number, "committed": committed}
+        return {"step": self.number}
 
-    def gather(self, directory: str | Path) -> dict[str, Any]:
+    def gather(self, directory: Path) -> None:
         from safetensors.torch import save_file
 
-        begun = time.monotonic()
         tensors = {}
         for name, parameter in self.trained.items():
             whole = parameter.full_tensor().detach()
             if self.rank == 0:
                 tensors[name.replace(".default.", ".")] = whole.contiguous()
         if self.rank == 0:
-            directory = Path(directory)
             directory.mkdir(parents=True, exist_ok=True)
             save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
             self.config.save_pretrained(str(directory))
-        return {"seconds": time.monotonic() - begun}
 
 
 def main() -> None:
