@@ -27,7 +27,6 @@ last. Ranks lie round robin on the GPUs, workers on the last ones. Needs PyTorch
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import importlib
 import json
@@ -49,6 +48,7 @@ try:
 except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
+import layout  # noqa: E402
 from worlds import Child, Control  # noqa: E402
 
 SLOWEST = 300.0  # seconds that any wait may take
@@ -89,84 +89,37 @@ def smaller(model: Model, layers: int | None, by: int) -> Model:
     )
 
 
+def published(m: Model) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (m.vocabulary, m.hidden)}
+    queries, keys = m.heads * m.head, m.kv_heads * m.head
+    for index in range(m.layers):
+        at = f"model.layers.{index}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}{norm}.weight"] = (m.hidden,)
+        for norm in ("q_norm", "k_norm"):
+            shapes[f"{at}self_attn.{norm}.weight"] = (m.head,)
+        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            shapes[f"{at}self_attn.{name}.weight"] = (rows, m.hidden)
+        shapes[f"{at}self_attn.o_proj.weight"] = (m.hidden, queries)
+        if m.experts:
+            shapes[f"{at}mlp.gate.weight"] = (m.experts, m.hidden)
+        for expert in [f"experts.{e}." for e in range(m.experts)] or [""]:
+            for name in ("gate_proj", "up_proj"):
+                shapes[f"{at}mlp.{expert}{name}.weight"] = (m.width, m.hidden)
+            shapes[f"{at}mlp.{expert}down_proj.weight"] = (m.hidden, m.width)
+    shapes["model.norm.weight"] = (m.hidden,)
+    shapes["lm_head.weight"] = (m.vocabulary, m.hidden)
+    return shapes
+
+
 class Part(NamedTuple):
-    """What a worker holds of a published tensor: ``parameter[to] = tensor[of]``."""
+    """What a worker holds of a published tensor, a box, and where."""
 
     name: str
     shape: tuple[int, ...]
     of: tuple[slice, ...]
-    parameter: str
-    to: tuple[int | slice, ...]
-
-
-class Layout:
-    """The fused parameters of one tensor-parallel rank, and what fills them."""
-
-    def __init__(self, model: Model, tp: int, rank: int):
-        self.tp, self.rank = tp, rank
-        self.parameters: dict[str, tuple[int, ...]] = {}
-        self.parts: list[Part] = []
-        self._rows("model.embed_tokens", [("", model.vocabulary)], model.hidden)
-        for index in range(model.layers):
-            self._layer(f"model.layers.{index}.", model)
-        self._whole("model.norm.weight", model.hidden)
-        self._rows("lm_head", [("", model.vocabulary)], model.hidden)
-
-    def _layer(self, at: str, m: Model) -> None:
-        queries, keys = m.heads * m.head, m.kv_heads * m.head
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            self._whole(f"{at}{norm}.weight", m.hidden)
-        for norm in ("q_norm", "k_norm"):
-            self._whole(f"{at}self_attn.{norm}.weight", m.head)
-        fused = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)]
-        self._rows(f"{at}self_attn.", fused, m.hidden, "qkv_proj")
-        self._columns(f"{at}self_attn.o_proj", m.hidden, queries)
-        if not m.experts:
-            self._rows(
-                f"{at}mlp.", [("gate_proj", m.width), ("up_proj", m.width)], m.hidden, "gate_up"
-            )
-            self._columns(f"{at}mlp.down_proj", m.hidden, m.width)
-            return
-        self._whole(f"{at}mlp.gate.weight", m.experts, m.hidden)
-        own = m.width // self.tp
-        mine = slice(self.rank * own, self.rank * own + own)
-        self.parameters[f"{at}w13"] = (m.experts, 2 * own, m.hidden)
-        self.parameters[f"{at}w2"] = (m.experts, m.hidden, own)
-        whole = slice(None)
-        for e in range(m.experts):
-            to = f"{at}mlp.experts.{e}."
-            rows = (m.width, m.hidden)
-            for half, name in enumerate(("gate_proj", "up_proj")):
-                place = (e, slice(half * own, half * own + own))
-                self._add(f"{to}{name}.weight", rows, (mine, whole), f"{at}w13", place)
-            self._add(f"{to}down_proj.weight", (m.hidden, m.width), (whole, mine), f"{at}w2", (e,))
-
-    def _add(self, name: str, shape: Any, of: Any, parameter: str, to: Any) -> None:
-        self.parts.append(Part(name, shape, of, parameter, to))
-
-    def _whole(self, name: str, *shape: int) -> None:
-        self.parameters[name] = shape
-        self._add(name, shape, (slice(None),) * len(shape), name, (slice(None),))
-
-    def _rows(self, at: str, names: list[tuple[str, int]], columns: int, fused: str = "") -> None:
-        start = 0
-        for name, rows in names:
-            own = rows // self.tp
-            of = (slice(self.rank * own, self.rank * own + own), slice(None))
-            to = (slice(start, start + own),)
-            self._add(f"{at}{name}.weight", (rows, columns), of, at + fused, to)
-            start += own
-        self.parameters[at + fused] = (start, columns)
-
-    def _columns(self, at: str, rows: int, columns: int) -> None:
-        own = columns // self.tp
-        of = (slice(None), slice(self.rank * own, self.rank * own + own))
-        self.parameters[at] = (rows, own)
-        self._add(f"{at}.weight", (rows, columns), of, at, (slice(None),))
-
-
-def published(model: Model) -> dict[str, tuple[int, ...]]:
-    return {part.name: part.shape for part in Layout(model, 1, 0).parts}
+    view: torch.Tensor
 
 
 def pattern(number: int, shape: tuple[int, ...], first: int, device: Any) -> torch.Tensor:
@@ -214,14 +167,36 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def child(rank: Any, worker: Any) -> bool:
+    """Whether this process is a child of a measurement. It then was one of both, to its end."""
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
+        return False
+    control, options = Control(), json.loads(sys.argv[1])
+    made = (worker if "worker" in options else rank)(options)
+    control.say("here")
+    control.obey(made)
+    return True
+
+
+def given(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with what all take who measure GPUs."""
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no GPU")
+        sys.exit(77)
+    return options
+
+
 # ------------------------------------------------------------------------------ processes
 
 
 class Member:
     """A rank or a worker: what both do in the broadcasting way."""
 
-    def __init__(self, control: Control, options: dict[str, Any], index: int):
-        self.control, self.options, self.agent = control, options, None
+    def __init__(self, options: dict[str, Any], index: int):
+        self.options, self.agent = options, None
         self.model = smaller(MODELS[options["model"]], options["layers"], options["divide"])
         self.shapes = published(self.model)
         self.device = on(options, index)
@@ -274,10 +249,6 @@ class Member:
         settle(self.device)
         return {"seconds": time.perf_counter() - start}
 
-    def run(self) -> None:
-        self.control.say("here")
-        self.control.obey(self, "end")
-
 
 class Agent:
     """NIXL's agent of one process, over UCX."""
@@ -304,9 +275,9 @@ class Agent:
 class Rank(Member):
     """A trainer rank: rows of every tensor, one allocation each, as FSDP2 has them."""
 
-    def __init__(self, control: Control, options: dict[str, Any]):
+    def __init__(self, options: dict[str, Any]):
         self.rank = int(os.environ["RANK"])
-        super().__init__(control, options, self.rank)
+        super().__init__(options, self.rank)
         self.rows: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}
         self.tree: Any = None
@@ -422,18 +393,27 @@ class Rank(Member):
 class Worker(Member):
     """An engine's worker: fused parameters that pulls and broadcasts fill."""
 
-    def __init__(self, control: Control, options: dict[str, Any]):
+    def __init__(self, options: dict[str, Any]):
         self.rank, self.reads = options["worker"], []
-        super().__init__(control, options, -options["tp"] + self.rank)
-        layout = Layout(self.model, options["tp"], self.rank)
-        self.parameters = {
-            name: torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
-            for name, shape in layout.parameters.items()
-        }
-        self.parts = layout.parts
-        self.views = [self.parameters[part.parameter][part.to] for part in layout.parts]
-        self.bytes = sum(2 * view.numel() for view in self.views)
+        super().__init__(options, -options["tp"] + self.rank)
+        self.parameters: list[torch.Tensor] = []
+        self.parts: list[Part] = []
+        keys = [{"name": one, "dtype": "BF16", "shape": [*of]} for one, of in self.shapes.items()]
+        wanted = layout.mapping(layout.tensors_of(keys), layout.Shape(options["tp"]), self.rank)
+        for one in wanted["modules"][0]["tensors"]:
+            flat = torch.zeros(one["shape"], dtype=torch.bfloat16, device=self.device)
+            self.parameters.append(flat)
+            for source in one["sources"]:
+                self.parts += (self._part(source, box, flat) for box in source["boxes"])
         settle(self.device)
+
+    @staticmethod
+    def _part(source: dict[str, Any], box: dict[str, Any], flat: torch.Tensor) -> Part:
+        ends = zip(box["offset"], box["extent"], strict=True)
+        of = tuple(slice(first, first + size) for first, size in ends)
+        stride = [bytes_ // 2 for bytes_ in box["stride"]]
+        view = flat.as_strided(box["extent"], stride, box["at"] // 2)
+        return Part(source["name"], tuple(source["shape"]), of, view)
 
     def connect(self, addresses: list[str]) -> None:
         import fanin
@@ -444,10 +424,10 @@ class Worker(Member):
         self.packing = time.perf_counter() - start
 
     def _shards(self) -> Iterator[Any]:
-        for part, view in zip(self.parts, self.views, strict=True):
-            offset = tuple(index.start or 0 for index in part.of)
+        for part in self.parts:
+            offset = tuple(index.start for index in part.of)
             yield self.fanin.shard_of(
-                part.name, view, shape=part.shape, offset=offset, writable=True
+                part.name, part.view, shape=part.shape, offset=offset, writable=True
             )
 
     def pull(self, fresh: bool = False) -> dict[str, Any]:
@@ -463,9 +443,9 @@ class Worker(Member):
         return {"seconds": seconds, "bytes": result.bytes, "path": result.path, "phases": phases}
 
     def nccl(self) -> None:
-        self.places: dict[str, list[tuple[Part, torch.Tensor]]] = {}
-        for part, view in zip(self.parts, self.views, strict=True):
-            self.places.setdefault(part.name, []).append((part, view))
+        self.places: dict[str, list[Part]] = {}
+        for part in self.parts:
+            self.places.setdefault(part.name, []).append(part)
 
     def broadcast(self) -> dict[str, Any]:
         import torch.distributed as dist
@@ -478,8 +458,8 @@ class Worker(Member):
                 packed = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
                 dist.broadcast(packed, 0, group=self.readers)
                 for name, flat in zip(bucket, packed.split(sizes), strict=True):
-                    for part, view in self.places[name]:
-                        view.copy_(flat.view(part.shape)[part.of])
+                    for part in self.places[name]:
+                        part.view.copy_(flat.view(part.shape)[part.of])
         settle(self.device)
         return {"seconds": time.perf_counter() - start}
 
@@ -487,16 +467,16 @@ class Worker(Member):
         """One READ a rank; each shard of rows is one stretch of a fused parameter."""
         start = time.perf_counter()
         self.agent = Agent("worker", self.device)
-        self.agent.register(self.parameters.values())
+        self.agent.register(self.parameters)
         here = self.device.index or 0
         for rank in ranks:
             peer = self.agent.nixl.add_remote_agent(bytes.fromhex(rank["metadata"]))
             to, of = [], []
             shards = dict(zip(self.shapes, rank["shards"], strict=True))
-            for part, view in zip(self.parts, self.views, strict=True):
+            for part in self.parts:
                 first, address, size = shards[part.name]
                 if size:
-                    at = view.data_ptr() + 2 * view.stride(0) * first
+                    at = part.view.data_ptr() + 2 * part.view.stride(0) * first
                     to.append((at, size, here))
                     of.append((address, size, rank["index"]))
             descriptors = self.agent.descriptors
@@ -518,16 +498,17 @@ class Worker(Member):
         return {"seconds": time.perf_counter() - start}
 
     def poison(self) -> None:
-        for value in self.parameters.values():
+        for value in self.parameters:
             value.fill_(-1)
         settle(self.device)  # a pull does not wait for it
 
     def compare(self) -> dict[str, Any]:
         numbers = {name: number for number, name in enumerate(self.shapes)}
         wrong = []
-        for part, view in zip(self.parts, self.views, strict=True):
+        for part in self.parts:
             expected = pattern(numbers[part.name], part.shape, 0, self.device)[part.of]
-            if not torch.equal(expected.view(torch.int16), view.contiguous().view(torch.int16)):
+            held = part.view.contiguous().view(torch.int16)
+            if not torch.equal(expected.view(torch.int16), held):
                 wrong.append(part.name)
         return {"wrong": wrong[:3], "count": len(wrong)}
 
@@ -542,6 +523,13 @@ def ask(children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]
     return [one.expect("done", SLOWEST) for one in children]
 
 
+def check(workers: list[Child], way: str = "", **fields: Any) -> None:
+    """Ends the run if one of them holds something else than it should."""
+    for answer in ask(workers, "compare", **fields):
+        if answer["count"]:
+            sys.exit(f"{way}{answer['count']} tensors differ, the first: {answer['wrong']}")
+
+
 class Run:
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path):
         common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
@@ -553,7 +541,7 @@ class Run:
         self.children = []
         for index in range(everyone):
             worker = index - options.ranks
-            role = {**common, "role": "rank" if worker < 0 else "worker", "worker": worker}
+            role = {**common, **({"worker": worker} if worker >= 0 else {})}
             numbers = {"RANK": str(index), "WORLD_SIZE": str(everyone)}
             name = f"rank{index}" if worker < 0 else f"worker{worker}"
             self.children.append(Child(name, str(HERE), role, folder, **numbers))
@@ -567,11 +555,6 @@ class Run:
         answers = ask(asked, what, **fields)
         self.times.setdefault(way, []).append(max(a.get("seconds", 0) for a in answers))
         return answers
-
-    def check(self) -> None:
-        for answer in ask(self.workers, "compare"):
-            if answer["count"]:
-                sys.exit(f"{answer['count']} tensors differ, the first: {answer['wrong']}")
 
     def prepare(self) -> list[str]:
         """What is measured beside the pulls; in which order."""
@@ -589,7 +572,7 @@ class Run:
     def proven(self, turn: int) -> None:
         """Of the first turn's ways each brings the bytes."""
         if turn == 0:
-            self.check()
+            check(self.workers)
             ask(self.workers, "poison")
 
     def turn(self, turn: int, beside: list[str], crossing: int) -> list[dict[str, Any]]:
@@ -608,7 +591,7 @@ class Run:
         served = ask(self.ranks, "serve", world=self.world)
         ask(self.workers, "connect", addresses=[answer["address"] for answer in served])
         first = self.time("first of the process", "pull")
-        self.check()
+        check(self.workers)
         again = [self.time("new client", "pull", fresh=True)[0] for _ in range(3)]
         gpus = torch.cuda.device_count() if options.device == "cuda" else 1
         crossing = first[0]["bytes"] * (gpus - 1) // gpus if gpus > 1 else first[0]["bytes"]
@@ -619,15 +602,12 @@ class Run:
                 for way in ("pull", "alone", "copy", *beside):
                     self.times.pop(way, None)
             answers = self.turn(turn, beside, crossing)
-        self.check()
+        check(self.workers)
         return {"path": answers[0]["path"], "bytes": answers[0]["bytes"], "crossing": crossing,
                 "phases": answers[0]["phases"], "first_phases": first[0]["phases"],
                 "new_phases": again[-1]["phases"]}  # fmt: skip
 
     def close(self) -> None:
-        for one in self.children:
-            with contextlib.suppress(BrokenPipeError, OSError):
-                one.tell("end")
         for one in self.children:
             one.close()
 
@@ -665,9 +645,7 @@ def no_nixl(options: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        control, role = Control(), json.loads(sys.argv[1])
-        (Worker if role["role"] == "worker" else Rank)(control, role).run()
+    if child(Rank, Worker):
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -681,13 +659,8 @@ def main() -> int:
     parser.add_argument("--served", action="store_true", help="by WeightServer, under FSDP2")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--nixl", action="store_true")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--pulls", type=int, default=9)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: no GPU")
-        return 77
+    options = given(parser)
     if options.served and (options.nccl or options.nixl):
         parser.error("--served is measured without --nccl and --nixl")
     if options.nixl and (why := no_nixl(options)):

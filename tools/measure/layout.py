@@ -107,6 +107,8 @@ def chunk(size: int, parts: int, number: int) -> tuple[int, int]:
 
 
 def of_stage(tensor: Tensor, tensors: list[Tensor], pp: int, stage: int) -> bool:
+    if pp == 1:
+        return True
     if tensor.layer is not None:
         layers = 1 + max(one.layer for one in tensors if one.layer is not None)
         sizes = [layers // pp] * pp

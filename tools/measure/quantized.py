@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import pathlib
 import shutil
@@ -41,8 +40,8 @@ from typing import Any
 
 import full_weights as whole
 import network
-from full_weights import MODELS, SLOWEST, ask, rendezvous, settle, torch
-from worlds import Child, Control
+from full_weights import MODELS, SLOWEST, ask, check, child, given, rendezvous, settle, torch
+from worlds import Child
 
 HERE = pathlib.Path(__file__).resolve()
 RUNS = {"bench": "bf16", "fp8": "fp8"}
@@ -93,7 +92,7 @@ class Rank(whole.Rank):
             run="bench",
             base_port=0,
             names=experts(),
-            **linked if self.options["space"] else {},
+            **linked if self.options["linked"] else {},
         )
         self.server.add_run("fp8", self.tree, names=experts(), quantize="fp8")
         self.server.publish(dict.fromkeys(RUNS, 1))
@@ -117,15 +116,15 @@ class Worker(whole.Member):
     """An engine's worker: every N-th tensor of both runs, as they are published. They lie in few
     allocations, as an engine's fused parameters do."""
 
-    def __init__(self, control: Control, options: dict[str, Any]):
+    def __init__(self, options: dict[str, Any]):
         self.number, self.count = options["worker"], options["workers"]
-        super().__init__(control, options, self.number)
+        super().__init__(options, self.number)
 
     def connect(self, addresses: list[str]) -> None:
         import fanin
         from fanin.torch._transform import Want, allocate
 
-        path = "stream" if self.options["space"] else "auto"
+        path = "stream" if self.options["linked"] else "auto"
         self.client, self.packed, self.tensors = fanin.Client(addresses, path=path), {}, {}
         for run in RUNS:
             mine = self.client.catalog(f"full:{run}")[self.number :: self.count]
@@ -177,13 +176,6 @@ def rounded(matrix: torch.Tensor) -> torch.Tensor:
     return codes.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-def enter(space: str) -> None:
-    """Moves this process, which has one thread yet, into a network namespace of that name."""
-    with open(f"/run/netns/{space}", encoding="ascii") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {space}")
-
-
 class Run:
     """The ranks and the workers, which serve and are connected; ended with the stack."""
 
@@ -192,16 +184,17 @@ class Run:
         names = ("device", "model", "layers", "divide", "ranks", "workers", "apart")
         common = {name: getattr(options, name) for name in names}
         common |= {"compact": True, "served": True, "rendezvous": rendezvous()}
+        common["linked"] = bool(options.links)
         self.link = network.Link(stack, loopback=not options.links)
-        sides = [{**common, "space": name} for name in self.link.names or ("", "")]
 
-        def child(kind: str, at: int, side: dict[str, Any]) -> Child:
-            one = Child(f"{kind}{at}", str(HERE), {**side, kind: at}, folder, RANK=str(at))
+        def start(kind: str, at: int, side: int) -> Child:
+            own, inside = {**common, kind: at}, self.link.inside(side)
+            one = Child(f"{kind}{at}", str(HERE), own, folder, inside, RANK=str(at))
             stack.callback(one.close)
             return one
 
-        self.ranks = [child("rank", at, sides[0]) for at in range(options.ranks)]
-        self.workers = [child("worker", at, sides[1]) for at in range(options.workers)]
+        self.ranks = [start("rank", at, 0) for at in range(options.ranks)]
+        self.workers = [start("worker", at, 1) for at in range(options.workers)]
         for one in (*self.ranks, *self.workers):
             one.expect("here", SLOWEST)
         told = ask(self.ranks, "serve", world="")
@@ -244,11 +237,6 @@ class Run:
             crossing = crossing * (self.gpus - 1) // self.gpus
         return max(one["seconds"] for one in ask(self.workers, "copy", crossing=crossing))
 
-    def compare(self) -> None:
-        wrong = [one for one in ask(self.workers, "compare") if one["count"]]
-        if wrong:
-            sys.exit(f"{wrong[0]['count']} tensors differ, the first: {wrong[0]['wrong']}")
-
 
 def report(told: dict[str, Any], run: Run) -> None:
     limits = ["copies in the host's memory", "copies within one GPU, which no link bounds"]
@@ -274,16 +262,8 @@ def report(told: dict[str, Any], run: Run) -> None:
         print(f"  results' memory                   {run.memory / sizes['bf16']:.3f} of all")
 
 
-def gbits_of(text: str) -> list[float]:
-    return [float(one) for one in text.split(",")]
-
-
 def main() -> int:
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        control, role = Control(), json.loads(sys.argv[1])
-        if role["space"]:
-            enter(role["space"])
-        (Worker if "worker" in role else Rank)(control, role).run()
+    if child(Rank, Worker):
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -295,13 +275,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--apart", action="store_true", help="each expert is a parameter")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--links", type=gbits_of, default=[], help="Gb/s, 1,10")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: no GPU")
-        return 77
+    parser.add_argument("--links", type=network.numbers_of, default=[], help="Gb/s, 1,10")
+    options = given(parser)
     if options.links:
         for program in ("ip", "tc", "unshare"):
             if shutil.which(program) is None:
@@ -317,7 +292,7 @@ def main() -> int:
                 run.link.shape(gbits)
             told.append(run.turns(options.turns, gbits))
             report(told[-1], run)
-        run.compare()
+        check(run.workers)
     if options.json:
         record = {"options": vars(options), "memory": run.memory, "runs": told}
         pathlib.Path(options.json).write_text(json.dumps(record, indent=1))

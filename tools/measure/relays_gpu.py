@@ -27,8 +27,8 @@ import tempfile
 import time
 from typing import Any
 
-from full_weights import SLOWEST, ask, torch
-from worlds import Child, Control
+from full_weights import SLOWEST, ask, check, child, given, on, settle, torch
+from worlds import Child
 
 HERE = pathlib.Path(__file__).resolve()
 RUN, WAYS = "full:0", ("one", "direct", "relay", "again")
@@ -38,16 +38,11 @@ WARM = 4  # turns
 class Member:
     """The rank, or a worker: the tensors, and what the parent asks for."""
 
-    def __init__(self, control: Control, options: dict[str, Any]) -> None:
-        self.control = control
-        device = torch.device("cpu")
-        if options["device"] == "cuda":
-            gpus = torch.cuda.device_count()
-            worker = options.get("worker")
-            place = 0 if worker is None or gpus == 1 else 1 + worker % (gpus - 1)
-            device = torch.device("cuda", place)
-            torch.cuda.set_device(device)
-        self.device = device
+    def __init__(self, options: dict[str, Any]) -> None:
+        others = max(torch.cuda.device_count() - 1, 1)
+        self.device = device = on(
+            options, 1 + options["worker"] % others if "worker" in options else 0
+        )
         words = options["bytes"] // options["tensors"] // 4
         self.tensors = {
             f"layers.{number:05}.weight": torch.zeros(words, dtype=torch.int32, device=device)
@@ -55,16 +50,8 @@ class Member:
         }
         self.words = torch.arange(words, dtype=torch.int32, device=device) * 40503
 
-    def settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def value(self, number: int, step: int) -> torch.Tensor:
         return self.words + (number * 7919 + step * 104729)
-
-    def run(self) -> None:
-        self.control.say("here")
-        self.control.obey(self)
 
 
 class Rank(Member):
@@ -79,7 +66,7 @@ class Rank(Member):
         self.server.begin_update(RUN)
         for at, tensor in enumerate(self.tensors.values()):
             tensor.copy_(self.value(at, number))
-        self.settle()
+        settle(self.device)
         self.server.commit(RUN, number)
 
 
@@ -91,7 +78,7 @@ class Worker(Member):
         self.packed = fanin.pack(
             fanin.shard_of(name, tensor, writable=True) for name, tensor in self.tensors.items()
         )
-        self.settle()
+        settle(self.device)
 
     def pull(self, way: str, step: int) -> dict[str, Any]:
         relays = way in ("relay", "again")
@@ -138,9 +125,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
                 ask([rank], "step", number=step)
                 readers = workers[:1] if way == "one" else workers
                 pulled = ask(readers, "pull", way=way, step=step)
-                wrong = [one for one in ask(readers, "compare", step=step) if one["count"]]
-                if wrong:
-                    sys.exit(f"{way}: {wrong[0]['count']} tensors differ: {wrong[0]['wrong']}")
+                check(readers, f"{way}: ", step=step)
                 if turn >= WARM:
                     first = min(one["start"] for one in pulled)
                     times[way].append(1e3 * (max(one["end"] for one in pulled) - first))
@@ -152,9 +137,7 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]
 
 
 def main() -> int:
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        control, role = Control(), json.loads(sys.argv[1])
-        (Worker if "worker" in role else Rank)(control, role).run()
+    if child(Rank, Worker):
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,12 +146,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=8)
     parser.add_argument("--tensors", type=int, default=400)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: no GPU")
-        return 77
+    options = given(parser)
     with tempfile.TemporaryDirectory(prefix="relays-") as folder:
         told = measure(options, pathlib.Path(folder))
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
