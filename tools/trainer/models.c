@@ -73,86 +73,6 @@ static fanin_status tensor_list_make(tensor_list *list, size_t count, fanin_dtyp
     return FANIN_OK;
 }
 
-/* Appends one matrix; the caller made room. */
-static void models_append(tensor_list *list, fanin_dtype dtype, uint64_t rows,
-                          uint64_t columns, const char *module, const char *suffix)
-{
-    char *name = list->names + list->count * NAME_SIZE;
-    tensor_spec *t = &list->tensors[list->count++];
-    snprintf(name, NAME_SIZE, "base_model.model.model.layers.%s.%s.weight", module,
-             suffix);
-    *t = (tensor_spec){.name = name, .dtype = dtype, .n_dims = 2};
-    t->shape[0] = rows;
-    t->shape[1] = columns;
-    t->bytes = rows * columns * fanin_dtype_bits(dtype) / 8;
-    list->bytes += t->bytes;
-}
-
-static void append_pair(tensor_list *list, fanin_dtype dtype, const char *module,
-                        uint64_t r, uint64_t in, uint64_t out)
-{
-    models_append(list, dtype, r, in, module, "lora_A");
-    models_append(list, dtype, out, r, module, "lora_B");
-}
-
-static void append_layer(tensor_list *list, const model *m, uint32_t layer, uint64_t r,
-                         bool fused, fanin_dtype dtype)
-{
-    const uint32_t hidden = m->hidden, kv = m->kv_heads * m->head_dim;
-    const uint32_t q = m->heads * m->head_dim;
-    const uint32_t inner = m->experts > 0 ? m->expert_inner : m->inner;
-    const struct {
-        const char *name;
-        uint32_t in, out;
-    } attention[] = {{"q_proj", hidden, q},
-                     {"k_proj", hidden, kv},
-                     {"v_proj", hidden, kv},
-                     {"o_proj", q, hidden}},
-      mlp[] = {{"gate_proj", hidden, inner},
-               {"up_proj", hidden, inner},
-               {"down_proj", inner, hidden}};
-    char module[64];
-    for (size_t i = 0; i < 4; i++) {
-        snprintf(module, sizeof module, "%u.self_attn.%s", layer, attention[i].name);
-        append_pair(list, dtype, module, r, attention[i].in, attention[i].out);
-    }
-    if (fused) {
-        uint64_t all = r * m->experts;
-        snprintf(module, sizeof module, "%u.mlp.experts.base_layer", layer);
-        append_pair(list, dtype, module, 2 * all, hidden, 2 * (uint64_t)inner);
-        snprintf(module, sizeof module, "%u.mlp.experts", layer);
-        append_pair(list, dtype, module, all, inner, hidden);
-        return;
-    }
-    for (uint32_t expert = 0; expert < (m->experts > 0 ? m->experts : 1); expert++) {
-        for (size_t i = 0; i < 3; i++) {
-            if (m->experts > 0)
-                snprintf(module, sizeof module, "%u.mlp.experts.%u.%s", layer, expert,
-                         mlp[i].name);
-            else
-                snprintf(module, sizeof module, "%u.mlp.%s", layer, mlp[i].name);
-            append_pair(list, dtype, module, r, mlp[i].in, mlp[i].out);
-        }
-    }
-}
-
-fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dtype,
-                          tensor_list *out, fanin_error *error)
-{
-    *out = (tensor_list){0};
-    if (r == 0 || r > MAX_R)
-        return failure_set(error, FANIN_ERR_ARGUMENT, "give --r 1 to 4096",
-                           "an adapter of rank %u", r);
-    if (fused && m->experts == 0)
-        return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --fused",
-                           "%s has no experts", m->name);
-    size_t modules = 4 + (fused ? 2 : 3 * (size_t)(m->experts > 0 ? m->experts : 1));
-    fanin_status status = tensor_list_make(out, 2 * modules * m->layers, dtype, error);
-    for (uint32_t layer = 0; layer < m->layers && status == FANIN_OK; layer++)
-        append_layer(out, m, layer, r, fused, dtype);
-    return status;
-}
-
 void tensor_list_free(tensor_list *list)
 {
     free(list->tensors);
@@ -175,7 +95,7 @@ char *model_fused_config(const model *m, uint32_t r)
     return text;
 }
 
-/* ------------------------------------------------------------- whole models */
+/* ------------------------------------------------------ adapters, whole models */
 
 static uint32_t divided(uint32_t width, uint32_t by)
 {
@@ -198,12 +118,13 @@ model model_scale(const model *m, uint32_t layers, uint32_t shrink)
 typedef struct expansion {
     tensor_list *list;
     fanin_dtype dtype;
-    bool counting;
+    uint32_t r; /**< of an adapter; 0: a whole model */
+    bool fused, counting;
     char place[64]; /* of the layer: "model.layers.3." */
 } expansion;
 
 /* @p columns 0: a vector. */
-static void whole_add(expansion *e, const char *name, uint64_t rows, uint64_t columns)
+static void model_add(expansion *e, const char *name, uint64_t rows, uint64_t columns)
 {
     tensor_list *list = e->list;
     if (e->counting) {
@@ -220,59 +141,91 @@ static void whole_add(expansion *e, const char *name, uint64_t rows, uint64_t co
     list->bytes += t->bytes;
 }
 
+/* What adapters leave as it is: all but linear layers. */
+static void add_frozen(expansion *e, const char *name, uint64_t rows, uint64_t columns)
+{
+    if (e->r == 0)
+        model_add(e, name, rows, columns);
+}
+
+/* A pair of @p r rows and columns. */
+static void model_add_pair(expansion *e, const char *module, uint64_t r, uint64_t out,
+                           uint64_t in)
+{
+    char name[NAME_SIZE];
+    snprintf(name, sizeof name, "%s.lora_A.weight", module);
+    model_add(e, name, r, in);
+    snprintf(name, sizeof name, "%s.lora_B.weight", module);
+    model_add(e, name, out, r);
+}
+
+/* The layer's weight, or the adapter of it. @p where: "self_attn.", "mlp.experts.7." */
+static void add_linear(expansion *e, const char *where, const char *name, uint64_t out,
+                       uint64_t in)
+{
+    char module[NAME_SIZE - 16]; /* before what model_add_pair() appends */
+    snprintf(module, sizeof module, "%s%s%s", where, name, e->r > 0 ? "" : ".weight");
+    if (e->r > 0)
+        model_add_pair(e, module, e->r, out, in);
+    else
+        model_add(e, module, out, in);
+}
+
 static void add_attention(expansion *e, const model *m)
 {
     uint32_t q = m->heads * m->head_dim;
     uint32_t kv = m->kv_heads * m->head_dim;
-    whole_add(e, "self_attn.q_proj.weight", q, m->hidden);
-    whole_add(e, "self_attn.k_proj.weight", kv, m->hidden);
-    whole_add(e, "self_attn.v_proj.weight", kv, m->hidden);
-    whole_add(e, "self_attn.o_proj.weight", m->hidden, q);
+    add_linear(e, "self_attn.", "q_proj", q, m->hidden);
+    add_linear(e, "self_attn.", "k_proj", kv, m->hidden);
+    add_linear(e, "self_attn.", "v_proj", kv, m->hidden);
+    add_linear(e, "self_attn.", "o_proj", m->hidden, q);
     if (m->biases) {
-        whole_add(e, "self_attn.q_proj.bias", q, 0);
-        whole_add(e, "self_attn.k_proj.bias", kv, 0);
-        whole_add(e, "self_attn.v_proj.bias", kv, 0);
+        add_frozen(e, "self_attn.q_proj.bias", q, 0);
+        add_frozen(e, "self_attn.k_proj.bias", kv, 0);
+        add_frozen(e, "self_attn.v_proj.bias", kv, 0);
     }
     if (m->qk_norms) {
-        whole_add(e, "self_attn.q_norm.weight", m->head_dim, 0);
-        whole_add(e, "self_attn.k_norm.weight", m->head_dim, 0);
+        add_frozen(e, "self_attn.q_norm.weight", m->head_dim, 0);
+        add_frozen(e, "self_attn.k_norm.weight", m->head_dim, 0);
     }
 }
 
 static void add_latent_attention(expansion *e, const model *m)
 {
-    whole_add(e, "self_attn.q_a_proj.weight", m->q_rank, m->hidden);
-    whole_add(e, "self_attn.q_a_layernorm.weight", m->q_rank, 0);
-    whole_add(e, "self_attn.q_b_proj.weight", m->heads * (m->nope + m->rope),
+    model_add(e, "self_attn.q_a_proj.weight", m->q_rank, m->hidden);
+    model_add(e, "self_attn.q_a_layernorm.weight", m->q_rank, 0);
+    model_add(e, "self_attn.q_b_proj.weight", m->heads * (m->nope + m->rope),
               m->q_rank);
-    whole_add(e, "self_attn.kv_a_proj_with_mqa.weight", m->kv_rank + m->rope,
+    model_add(e, "self_attn.kv_a_proj_with_mqa.weight", m->kv_rank + m->rope,
               m->hidden);
-    whole_add(e, "self_attn.kv_a_layernorm.weight", m->kv_rank, 0);
-    whole_add(e, "self_attn.kv_b_proj.weight", m->heads * (m->nope + m->v_dim),
+    model_add(e, "self_attn.kv_a_layernorm.weight", m->kv_rank, 0);
+    model_add(e, "self_attn.kv_b_proj.weight", m->heads * (m->nope + m->v_dim),
               m->kv_rank);
-    whole_add(e, "self_attn.o_proj.weight", m->hidden, m->heads * m->v_dim);
+    model_add(e, "self_attn.o_proj.weight", m->hidden, m->heads * m->v_dim);
 }
 
 /* @p where: "mlp.", "mlp.experts.7." */
 static void add_mlp(expansion *e, const char *where, uint32_t inner, uint32_t hidden)
 {
-    char name[NAME_SIZE];
-    snprintf(name, sizeof name, "%sgate_proj.weight", where);
-    whole_add(e, name, inner, hidden);
-    snprintf(name, sizeof name, "%sup_proj.weight", where);
-    whole_add(e, name, inner, hidden);
-    snprintf(name, sizeof name, "%sdown_proj.weight", where);
-    whole_add(e, name, hidden, inner);
+    add_linear(e, where, "gate_proj", inner, hidden);
+    add_linear(e, where, "up_proj", inner, hidden);
+    add_linear(e, where, "down_proj", hidden, inner);
 }
 
 static void add_experts(expansion *e, const model *m)
 {
     char where[48];
     fanin_dtype dtype = e->dtype;
-    whole_add(e, "mlp.gate.weight", m->experts, m->hidden);
+    if (e->fused) { /* a layer's as one parameter each: gate and up, down */
+        uint64_t all = (uint64_t)e->r * m->experts, inner = m->expert_inner;
+        model_add_pair(e, "mlp.experts.base_layer", 2 * all, 2 * inner, m->hidden);
+        model_add_pair(e, "mlp.experts", all, m->hidden, inner);
+        return;
+    }
+    add_frozen(e, "mlp.gate.weight", m->experts, m->hidden);
     if (m->kv_rank > 0) {
         e->dtype = FANIN_DTYPE_F32;
-        whole_add(e, "mlp.gate.e_score_correction_bias", m->experts, 0);
+        add_frozen(e, "mlp.gate.e_score_correction_bias", m->experts, 0);
         e->dtype = dtype;
     }
     for (uint32_t i = 0; i < m->experts; i++) {
@@ -283,11 +236,12 @@ static void add_experts(expansion *e, const model *m)
         add_mlp(e, "mlp.shared_experts.", m->shared * m->expert_inner, m->hidden);
 }
 
-static void whole_add_all(expansion *e, const model *m)
+static void model_add_all(expansion *e, const model *m)
 {
-    whole_add(e, "model.embed_tokens.weight", m->vocab, m->hidden);
+    add_frozen(e, "model.embed_tokens.weight", m->vocab, m->hidden);
     for (uint32_t layer = 0; layer < m->layers; layer++) {
-        snprintf(e->place, sizeof e->place, "model.layers.%u.", layer);
+        snprintf(e->place, sizeof e->place, "%smodel.layers.%u.",
+                 e->r > 0 ? "base_model.model." : "", layer);
         if (m->kv_rank > 0)
             add_latent_attention(e, m);
         else
@@ -296,28 +250,50 @@ static void whole_add_all(expansion *e, const model *m)
             add_experts(e, m);
         else
             add_mlp(e, "mlp.", m->inner, m->hidden);
-        whole_add(e, "input_layernorm.weight", m->hidden, 0);
-        whole_add(e, "post_attention_layernorm.weight", m->hidden, 0);
+        add_frozen(e, "input_layernorm.weight", m->hidden, 0);
+        add_frozen(e, "post_attention_layernorm.weight", m->hidden, 0);
     }
     e->place[0] = '\0';
-    whole_add(e, "model.norm.weight", m->hidden, 0);
+    add_frozen(e, "model.norm.weight", m->hidden, 0);
     if (!m->tied)
-        whole_add(e, "lm_head.weight", m->vocab, m->hidden);
+        add_frozen(e, "lm_head.weight", m->vocab, m->hidden);
+}
+
+/* @p e: without its list. */
+static fanin_status model_make(const model *m, expansion e, tensor_list *out,
+                               fanin_error *error)
+{
+    *out = (tensor_list){0};
+    e.list = out;
+    e.counting = true;
+    model_add_all(&e, m);
+    size_t count = out->count;
+    out->count = 0;
+    fanin_status status = tensor_list_make(out, count, e.dtype, error);
+    e.counting = false;
+    if (status == FANIN_OK)
+        model_add_all(&e, m);
+    return status;
+}
+
+fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dtype,
+                          tensor_list *out, fanin_error *error)
+{
+    *out = (tensor_list){0};
+    if (r == 0 || r > MAX_R)
+        return failure_set(error, FANIN_ERR_ARGUMENT, "give --r 1 to 4096",
+                           "an adapter of rank %u", r);
+    if (fused && m->experts == 0)
+        return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --fused",
+                           "%s has no experts", m->name);
+    return model_make(m, (expansion){.dtype = dtype, .r = r, .fused = fused}, out,
+                      error);
 }
 
 fanin_status whole_model_expand(const model *m, fanin_dtype dtype, tensor_list *out,
                                 fanin_error *error)
 {
-    expansion e = {.list = out, .dtype = dtype, .counting = true};
-    *out = (tensor_list){0};
-    whole_add_all(&e, m);
-    size_t count = out->count;
-    out->count = 0;
-    fanin_status status = tensor_list_make(out, count, dtype, error);
-    e.counting = false;
-    if (status == FANIN_OK)
-        whole_add_all(&e, m);
-    return status;
+    return model_make(m, (expansion){.dtype = dtype}, out, error);
 }
 
 /* ----------------------------------------------------------- configuration */
