@@ -2,19 +2,22 @@
 """One rank that merges as by the kernel of GPUs, step after step (a child of worlds.py).
 
 What a step needs is kept from the one before, so each change that makes it another one has to be
-found. PyTorch does what the kernel would, from the same tables of addresses. Factors are whole
-numbers, whose products are the same in every order.
+found. PyTorch does what the kernel would, from the same tables of addresses; the kernels that copy
+factors are interpreted. Factors are whole numbers, whose products are the same in every order.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import os
 import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor, Replicate
 from worlds import run_cases
 
+moved_steps: list[int] = []
 QUERY = "model.layers.0.self_attn.q_proj"
 repeated: list[int] = []
 
@@ -33,6 +37,7 @@ repeated: list[int] = []
 class Steady(_merge.Steady):
     def repeat(self) -> None:
         repeated.append(len(self._step.bases))
+        moved_steps.append(sum(moves is not None for moves in self._moves.values()))
         super().repeat()
 
 
@@ -140,6 +145,7 @@ def steps(adapter: str, layout: str | None, quantize: str | None) -> None:
     With quantize= values wait for rounding in a room that takes some of them at a time.
     """
     taken: list[int] = []
+    moved_steps.clear()
 
     class Quantizer(weights.Quantizer):  # type: ignore[name-defined,misc]
         def take(self, makers: tuple[Any, ...]) -> None:
@@ -175,6 +181,7 @@ def steps(adapter: str, layout: str | None, quantize: str | None) -> None:
         batch = server._runs["full:0"].parameters.transform
         kinds = {type(one) for steady in batch._steady.values() for one in steady._step.events}
         assert (_factors.Exchanged in kinds) is (adapter == "experts")
+        assert (max(moved_steps) > 0) is (adapter == "experts" or layout is not None)
 
 
 def switched(model: Any) -> Callable[[], None]:
@@ -297,6 +304,7 @@ def unfit(first: str) -> None:
 def main() -> None:
     _fused._launch = launch
     _merge.can_fuse = lambda base, factors: True
+    _factors.can_move = lambda tensors: True  # type: ignore[attr-defined]
     _merge.noise_like = whole_numbers
     _merge.Steady = Steady  # type: ignore[misc]
     run_cases(globals())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fanin.errors import RequestError
 from fanin.torch import WeightServer, _factors, _merge, _transform
+from fanin.torch._again import Again
 from full_models import random_model
 from merged import (
     ADAPTERS,
@@ -157,6 +158,37 @@ def test_kernels_of_gpus(tmp_path: Path) -> None:
         assert merged["parts"] > 40 and merged["launches"] < merged["parts"]
         assert kernels.expect("refused")["proven"] == 0
         assert kernels.wait() == 0
+
+
+class Code:
+    """Stands in for a kernel of Triton, and for what it compiles."""
+
+    def __init__(self, takes: int) -> None:
+        self.takes = takes
+        self.calls: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert grid == (3, 1, 1)
+
+        def launch(*arguments: Any, **options: Any) -> Any:
+            if options:
+                self.calls.append("looked")
+                return self
+            if len(arguments) != self.takes:
+                raise TypeError
+            self.calls.append("again")
+            return None
+
+        return launch
+
+
+@pytest.mark.parametrize(("takes", "then"), [(4, "again"), (3, "looked")])
+def test_a_launcher_is_kept_if_it_takes_the_arguments(takes: int, then: str) -> None:
+    code = Code(takes)
+    again = Again(code, (3,), torch.device("cpu"), ("same",), num_warps=4)
+    for address in (64, 128, 8, 24, 0, 0):  # code is another one for each kind of number
+        again("table", address, 32)
+    assert code.calls == ["looked", then] * 3
 
 
 def test_snapshots_and_a_cast(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor as _DTensor
 
+from fanin.torch._moves import Moves, can_move, pieces, turned
 from fanin.torch._world import collective
 
 MOST = 16 << 20
@@ -90,8 +91,15 @@ class Group:
         #: As they are now: parameter objects, or DTensors.
         self.tensors: list[Any] = []
 
-    def gather(self) -> Any:
-        """The memory in which they lie, in the order and at the places of :meth:`laid`."""
+    def gather(self, moves: list[Moves] | None = None) -> Any:
+        """The memory in which they lie, in the order and at the places of :meth:`laid`.
+
+        moves: of :meth:`moves`, if nothing but contents has changed since.
+        """
+        raise NotImplementedError
+
+    def moves(self) -> list[Moves] | None:
+        """Copies that gather them again and again where they lie now. None: PyTorch's do it."""
         raise NotImplementedError
 
     def laid(self) -> list[_Lies]:
@@ -118,36 +126,63 @@ class Whole(Group):
         ]
         return [(first, form, _steps(form), 0) for first, form in zip(firsts, forms, strict=True)]
 
-    def gather(self) -> Any:
-        whole = self._gathered()
+    def gather(self, moves: list[Moves] | None = None) -> Any:
+        whole = self._gathered(moves)
         for first, shape, experts in self._turned:
             one = whole[first : first + shape.numel()]
             one.copy_(one.view(shape[0], -1, experts).permute(2, 1, 0).reshape(-1))
         return whole
 
-    def _gathered(self) -> Any:
+    def moves(self) -> list[Moves] | None:
+        if self._cut is None or not can_move(local := list(map(_local_tensor, self.tensors))):
+            return None
+        size, ranks, rooms = local[0].element_size(), self._ranks, self._rooms
+        *firsts, total = itertools.accumulate(rooms, initial=0)
+        mine = [
+            (part.data_ptr(), size * first, part.numel())
+            for part, first in zip(local, firsts, strict=True)
+        ]
+        everyone = [
+            (size * (rank * total + first), size * (ranks * first + rank * room), room)
+            for first, room in zip(firsts, rooms, strict=True)
+            for rank in range(ranks)
+        ]
+        return [pieces(rows, local[0]) for rows in (mine, everyone)[: min(ranks, 2)]]
+
+    def _gathered(self, moves: list[Moves] | None) -> Any:
         if self._cut is None:
             with collective():
                 whole = self.tensors[0].full_tensor()
             return whole.flatten().clone()  # else it may be the parameter's
         ranks, rooms = self._ranks, self._rooms
-        local = list(map(_local_tensor, self.tensors))
-        if list(map(torch.Tensor.numel, local)) != rooms:
-            for at, (part, room) in enumerate(zip(local, rooms, strict=True)):
-                if part.numel() < room:
-                    local[at] = torch.nn.functional.pad(part.reshape(-1), (0, room - part.numel()))
-        # A few calls for all of them: Python takes longer for one than a GPU.
-        mine = torch._C._nn.flatten_dense_tensors(local)
-        everyone = mine.new_empty(ranks, mine.numel())
+        mine = self._mine(moves)
+        if ranks == 1:
+            return mine
         # Before the collective: who lacks memory behind it would gather once more than the others.
-        whole = everyone[0] if ranks == 1 else everyone.new_empty(everyone.numel())
+        everyone, whole = mine.new_empty(ranks, mine.numel()), mine.new_empty(ranks * mine.numel())
         group = self._cut[0].get_group(self._cut[1])
         with collective():
             _all_gather(everyone.view(-1).view(torch.uint8), mine.view(torch.uint8), group)
-        if ranks > 1:
+        if moves is not None:
+            moves[1].make(everyone.data_ptr(), whole.data_ptr())
+        else:
             outs = [one.view(ranks, -1) for one in whole.split([ranks * room for room in rooms])]
             torch.split_with_sizes_copy(everyone, rooms, dim=1, out=outs)
         return whole
+
+    def _mine(self, moves: list[Moves] | None) -> Any:
+        """What this rank has of them, in as much room as the others'."""
+        if moves is not None:
+            mine = self.tensors[0]._local_tensor.new_empty(sum(self._rooms))
+            moves[0].make(0, mine.data_ptr())
+            return mine
+        local = list(map(_local_tensor, self.tensors))
+        if list(map(torch.Tensor.numel, local)) != self._rooms:
+            for at, (part, room) in enumerate(zip(local, self._rooms, strict=True)):
+                if part.numel() < room:
+                    local[at] = torch.nn.functional.pad(part.reshape(-1), (0, room - part.numel()))
+        # A few calls for all of them: Python takes longer for one than a GPU.
+        return torch._C._nn.flatten_dense_tensors(local)
 
 
 class Exchanged(Group):
@@ -162,18 +197,24 @@ class Exchanged(Group):
         all_experts, rank, rows = _form(self.asked[0], first.shape)
         experts = all_experts // self._ranks
         self._split = count, rows // self._ranks, rank, all_experts
+        self._turned = all_experts, count, rank, rows // self._ranks
         steps = count * rank * rows, rows, 1
         return [
             (number * rank * rows, (experts, rank, rows), steps, at * experts)
             for number in range(count)
         ]
 
-    def gather(self) -> Any:
-        local = self.tensors
-        if self._group is not None:
-            local = list(map(_local_tensor, local))
+    def moves(self) -> list[Moves] | None:
+        local = self._local()
+        return [turned(local, self._turned)] if can_move(local) else None
+
+    def gather(self, moves: list[Moves] | None = None) -> Any:
         # By experts, and so by the ranks that get them.
-        mine = torch.stack(local).view(self._split).permute(3, 0, 2, 1).contiguous()
+        if moves is not None:
+            mine = self._local()[0].new_empty(self._turned)
+            moves[0].make(0, mine.data_ptr())
+        else:
+            mine = torch.stack(self._local()).view(self._split).permute(3, 0, 2, 1).contiguous()
         if self._ranks == 1:
             return mine
         everyone = torch.empty_like(mine)
@@ -181,6 +222,9 @@ class Exchanged(Group):
             dist.all_to_all_single(everyone, mine, group=self._group)
         each = everyone.view(self._ranks, -1, *everyone.shape[1:]).permute(1, 2, 3, 0, 4)
         return mine.view(each.shape).copy_(each)  # what was sent is not needed any more
+
+    def _local(self) -> list[Any]:
+        return list(map(_local_tensor, self.tensors) if self._group is not None else self.tensors)
 
 
 class Factors:

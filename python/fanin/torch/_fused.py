@@ -12,6 +12,7 @@ launch than a GPU for the tensor.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import struct
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fanin.torch._again import Again
 from fanin.torch._factors import Found, Group, Place
 from fanin.torch._state import Columns, State, lies_now
 from fanin.torch._tree import PARAMETER
@@ -223,26 +225,23 @@ def _bits(scale: float) -> int:
 
 def _launch(kind: _Kind, is_aligned: bool, table: Any, left: int, right: int) -> None:
     """left, right: where the memory of factors that travel is."""
+    sizes = _ROWS, _COLUMNS, _WARPS
+    _again(kind, is_aligned, len(table), sizes)(table, left, right)
+
+
+@functools.lru_cache(256)
+def _again(kind: _Kind, is_aligned: bool, tensors: int, sizes: tuple[int, int, int]) -> Again:
     import triton.language as tl
 
     from fanin.torch._kernels import added
 
     experts, down, along = kind.extent
-    tiles = -(-down // _ROWS) * -(-along // _COLUMNS)
-    with torch.cuda.device(kind.device if kind.device.type == "cuda" else -1):
-        added[(tiles, experts, len(table))](
-            *(table, left, right, down, along, *kind.steps),
-            KIND=getattr(tl, _KINDS[kind.dtype]),
-            FACTORS=getattr(tl, _KINDS[kind.factors]),
-            RANK=kind.rank,
-            ROUNDED=kind.is_rounded,
-            ALIGNED=is_aligned,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
-            num_stages=1,
-            enable_fp_fusion=False,
-        )
+    rows, columns, warps = sizes
+    types = (getattr(tl, _KINDS[one]) for one in (kind.dtype, kind.factors))
+    same = (down, along, *kind.steps, *types, kind.rank, kind.is_rounded, is_aligned, rows, columns)
+    grid = -(-down // rows) * -(-along // columns), experts, tensors
+    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}
+    return Again(added, grid, kind.device, same, **options)
 
 
 # ----------------------------------------------------------- steps that differ in contents alone
@@ -259,6 +258,8 @@ def _launch(kind: _Kind, is_aligned: bool, table: Any, left: int, right: int) ->
 
 _merged, _disabled = attrgetter("merged_adapters"), attrgetter("disable_adapters")
 _active, _scaling = attrgetter("active_adapters"), attrgetter("scaling")
+_chosen = attrgetter("_active_adapter")
+"""What PEFT makes active_adapters of: a name or a list. A property takes Python longer."""
 
 
 class Step:
@@ -293,6 +294,9 @@ class Steady:
     def __init__(self, step: Step, sums: Sums) -> None:
         self._step = step
         groups = [one for one in step.events if isinstance(one, Group)]
+        #: Groups as late as they are needed: GPUs begin sooner, and hold less.
+        self._events = _late(step.events)
+        self._moves = {group: group.moves() for group in groups}
         gathered = [asked.place for one in groups for asked in one.asked]
         places = dict.fromkeys([*step.bases, *step.factors, *gathered])
         lies = [lies_now(*place) for place in places]
@@ -300,12 +304,14 @@ class Steady:
         alike.append((True, [one for one in lies if one.spec is not None]))
         self._columns = [Columns(some, how, PARAMETER, False) for how, some in alike if some]
         self._is_tf32 = sums.is_tf32
-        self._actives = [[step.adapter]] * len(step.layers)
+        has_chosen = all(hasattr(one, "_active_adapter") for one in step.layers)
+        self._active = _chosen if has_chosen else _active
+        self._actives = copy.deepcopy(list(map(self._active, step.layers)))
         self._scales = self._scales_now()
         #: The last launch that reads what was gathered so, after which it is freed.
         self._last = {
             group: at
-            for at, event in enumerate(step.events)
+            for at, event in enumerate(self._events)
             if isinstance(event, Launch)
             for group in event.groups
         }
@@ -322,7 +328,7 @@ class Steady:
             and not any(map(_merged, step.others))
             and not any(map(_merged, step.layers))
             and not any(map(_disabled, step.layers))
-            and list(map(_active, step.layers)) == self._actives
+            and list(map(self._active, step.layers)) == self._actives
             and self._scales_now() == self._scales
             and is_tf32() == self._is_tf32
             and all(one.stand() for one in self._columns)
@@ -333,10 +339,10 @@ class Steady:
         ranks wait for it."""
         gathered: dict[Any, Any] = {}
         failed: Exception | None = None
-        for at, event in enumerate(self._step.events):
+        for at, event in enumerate(self._events):
             try:
                 if isinstance(event, Group):
-                    gathered[event] = event.gather()
+                    gathered[event] = event.gather(self._moves[event])
                 elif isinstance(event, Launch):
                     event.make(gathered)
                 elif failed is None:
@@ -347,3 +353,18 @@ class Steady:
                 del gathered[group]
         if failed is not None:
             raise failed
+
+
+def _late(events: list[Any]) -> list[Any]:
+    """The same events, each group right before the first launch of it. Their order stays among
+    groups, as other ranks have it, and among the others."""
+    groups = [one for one in events if isinstance(one, Group)]
+    out: list[Any] = []
+    for event in events:
+        if isinstance(event, Group):
+            continue
+        if isinstance(event, Launch):
+            while not {*out} >= {*event.groups} - {None}:
+                out.append(groups.pop(0))
+        out.append(event)
+    return out + groups

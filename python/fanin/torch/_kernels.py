@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels over tables, one launch for all tensors: the rule of :mod:`fanin.torch._cast8`,
-and adapters that are merged.
+adapters that are merged, and copies.
 
 Of the rule a row of a table is a block, or a band of rows that have a scale each: address and
 elements between rows of the source, the same of the results, address of its scales (0: another
@@ -258,3 +258,55 @@ def added(
         delta = delta.to(KIND).to(tl.float32)
     summed = held.to(tl.float32) + delta
     tl.store(out + i[:, None] * out_i + j[None, :], summed.to(KIND), mask=mask)
+
+
+# ------------------------------------------------------------------------------------------- copies
+
+
+@triton.jit
+def pieces(table, source_at, target_at, KIND: tl.constexpr, SIZE: tl.constexpr):
+    """A program SIZE elements; along the second axis of the grid a row of the table: addresses of
+    source and target, counted from source_at and target_at, and how many elements there are.
+
+    KIND: an integer of the elements' size.
+    """
+    row = table + tl.program_id(1) * 3
+    count = tl.load(row + 2)
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    if first < count:
+        i = first + tl.arange(0, SIZE)
+        source = _address(row, source_at, KIND, False)
+        target = _address(row + 1, target_at, KIND, False)
+        tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
+
+
+@triton.jit
+def turned(
+    table,
+    source_at,
+    target_at,
+    rows,
+    experts,
+    source_i,
+    target_e,
+    target_k,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """B of stacked experts: rows of [rank, experts] become experts of [rank, rows].
+
+    A program a tile of ROWS by EXPERTS; along the second axis of the grid a number below the rank,
+    along the third a row of the table as that of pieces(), whose count is not read.
+    """
+    row = table + tl.program_id(2) * 3
+    source = _address(row, source_at, KIND, False)
+    target = _address(row + 1, target_at, KIND, False)
+    across = tl.cdiv(experts, EXPERTS)
+    k = tl.program_id(1).to(tl.int64)
+    i = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    e = (tl.program_id(0) % across) * EXPERTS + tl.arange(0, EXPERTS)
+    mask = (i < rows)[:, None] & (e < experts)[None, :]
+    source += i[:, None].to(tl.int64) * source_i + k * experts + e[None, :]
+    places = e[None, :].to(tl.int64) * target_e + k * target_k + i[:, None]
+    tl.store(target + places, tl.load(source, mask=mask), mask=mask)
