@@ -34,7 +34,7 @@ static fanin_status openssl_refuse(fanin_error *error, const char *file,
 static bool openssl_read_functions(void *handle, openssl *o, char why[128])
 {
     static const library_function functions[] = {
-#define X(name) {#name, offsetof(openssl, name)},
+#define X(type, name, parameters) {#name, offsetof(openssl, name)},
         OPENSSL_FUNCTIONS(X)
 #undef X
     };

@@ -36,188 +36,106 @@ typedef long (*bio_ctrl_fn)(BIO *bio, int command, long number, void *pointer);
 typedef int (*verify_fn)(int good, X509_STORE_CTX *);
 typedef int (*password_fn)(char *to, int room, int writing, void *cookie);
 
-/* Declared, and never linked to: each is a member of the table of the same type. */
-unsigned long OpenSSL_version_num(void);
-const char *OpenSSL_version(int what);
-int OPENSSL_init_ssl(uint64_t options, const void *settings);
-const SSL_METHOD *TLS_method(void);
-SSL_CTX *SSL_CTX_new(const SSL_METHOD *);
-void SSL_CTX_free(SSL_CTX *);
-long SSL_CTX_ctrl(SSL_CTX *, int command, long number, void *pointer);
-uint64_t SSL_CTX_set_options(SSL_CTX *, uint64_t);
-int SSL_CTX_set_ciphersuites(SSL_CTX *, const char *);
-int SSL_CTX_set_num_tickets(SSL_CTX *, size_t);
-void SSL_CTX_set_msg_callback(SSL_CTX *, void (*)(int is_sent, int version, int type,
-                                                  const void *, size_t, SSL *, void *));
-void SSL_CTX_set_verify(SSL_CTX *, int mode, verify_fn);
-void SSL_CTX_set_verify_depth(SSL_CTX *, int depth);
-void SSL_CTX_set_security_level(SSL_CTX *, int level);
-int SSL_CTX_use_certificate(SSL_CTX *, X509 *);
-int SSL_CTX_use_PrivateKey(SSL_CTX *, EVP_PKEY *);
-X509_STORE *SSL_CTX_get_cert_store(const SSL_CTX *);
-void SSL_CTX_set_psk_find_session_callback(SSL_CTX *, psk_find_fn);
-void SSL_CTX_set_psk_use_session_callback(SSL_CTX *, psk_use_fn);
-SSL *SSL_new(SSL_CTX *);
-X509 *SSL_get1_peer_certificate(const SSL *);
-int SSL_get_ex_data_X509_STORE_CTX_idx(void);
-void SSL_free(SSL *);
-int SSL_set_ex_data(SSL *, int index, void *data);
-void *SSL_get_ex_data(const SSL *, int index);
-void SSL_set_accept_state(SSL *);
-void SSL_set_connect_state(SSL *);
-void SSL_set_bio(SSL *, BIO *read, BIO *write);
-int SSL_do_handshake(SSL *);
-int SSL_read_ex(SSL *, void *to, size_t room, size_t *size_out);
-int SSL_write_ex(SSL *, const void *data, size_t size, size_t *size_out);
-int SSL_key_update(SSL *, int kind);
-int SSL_get_error(const SSL *, int result);
-int SSL_has_pending(const SSL *);
-int SSL_session_reused(const SSL *);
-int SSL_export_keying_material(SSL *, unsigned char *out, size_t size,
-                               const char *label, size_t label_size,
-                               const unsigned char *context, size_t context_size,
-                               int use_context);
-const SSL_CIPHER *SSL_CIPHER_find(SSL *, const unsigned char *number);
-SSL_SESSION *SSL_SESSION_new(void);
-void SSL_SESSION_free(SSL_SESSION *);
-int SSL_SESSION_set1_master_key(SSL_SESSION *, const unsigned char *key, size_t size);
-int SSL_SESSION_set_cipher(SSL_SESSION *, const SSL_CIPHER *);
-int SSL_SESSION_set_protocol_version(SSL_SESSION *, int version);
-void *X509_STORE_CTX_get_ex_data(const X509_STORE_CTX *, int index);
-int X509_STORE_CTX_get_error(const X509_STORE_CTX *);
-int X509_STORE_CTX_get_error_depth(const X509_STORE_CTX *);
-void X509_STORE_CTX_set_error(X509_STORE_CTX *, int code);
-X509 *X509_STORE_CTX_get0_cert(const X509_STORE_CTX *);
-const char *X509_verify_cert_error_string(long code);
-int X509_STORE_add_cert(X509_STORE *, X509 *);
-void *X509_get_ext_d2i(const X509 *, int which, int *critical, int *index);
-const ASN1_STRING *X509_get0_notBefore(const X509 *);
-const ASN1_STRING *X509_get0_notAfter(const X509 *);
-int X509_cmp_current_time(const ASN1_STRING *);
-void X509_free(X509 *);
-void EVP_PKEY_free(EVP_PKEY *);
-int OPENSSL_sk_num(const OPENSSL_STACK *);
-void *OPENSSL_sk_value(const OPENSSL_STACK *, int index);
-void GENERAL_NAMES_free(OPENSSL_STACK *);
-void *GENERAL_NAME_get0_value(const GENERAL_NAME *, int *type);
-const unsigned char *ASN1_STRING_get0_data(const ASN1_STRING *);
-int ASN1_STRING_length(const ASN1_STRING *);
-X509 *PEM_read_bio_X509(BIO *, X509 **, password_fn, void *cookie);
-EVP_PKEY *PEM_read_bio_PrivateKey(BIO *, EVP_PKEY **, password_fn, void *cookie);
-BIO *BIO_new_socket(int fd, int closes);
-long BIO_ctrl(BIO *, int command, long number, void *pointer);
-BIO *BIO_new_mem_buf(const void *data, int size);
-int BIO_free(BIO *);
-BIO_METHOD *BIO_meth_new(int type, const char *name);
-int BIO_meth_set_write(BIO_METHOD *, bio_write_fn);
-int BIO_meth_set_read(BIO_METHOD *, bio_read_fn);
-int BIO_meth_set_ctrl(BIO_METHOD *, bio_ctrl_fn);
-void BIO_meth_free(BIO_METHOD *);
-int BIO_get_new_index(void);
-BIO *BIO_new(const BIO_METHOD *);
-void BIO_set_data(BIO *, void *data);
-void *BIO_get_data(BIO *);
-void BIO_set_init(BIO *, int init);
-void BIO_set_flags(BIO *, int flags);
-void BIO_clear_flags(BIO *, int flags);
-void ERR_clear_error(void);
-unsigned long ERR_get_error(void);
-unsigned long ERR_peek_last_error(void);
-const char *ERR_reason_error_string(unsigned long);
-const EVP_MD *EVP_sha256(void);
-unsigned char *HMAC(const EVP_MD *, const void *key, int key_size,
-                    const unsigned char *data, size_t size, unsigned char *out,
-                    unsigned int *out_size);
+typedef void (*message_fn)(int is_sent, int version, int type, const void *data,
+                           size_t size, SSL *ssl, void *cookie);
 
+/** All functions of OpenSSL that are called: members of the table, and names for dlsym(). */
 #define OPENSSL_FUNCTIONS(X)                                                           \
-    X(OpenSSL_version_num)                                                             \
-    X(OpenSSL_version)                                                                 \
-    X(OPENSSL_init_ssl)                                                                \
-    X(TLS_method)                                                                      \
-    X(SSL_CTX_new)                                                                     \
-    X(SSL_CTX_free)                                                                    \
-    X(SSL_CTX_ctrl)                                                                    \
-    X(SSL_CTX_set_options)                                                             \
-    X(SSL_CTX_set_ciphersuites)                                                        \
-    X(SSL_CTX_set_num_tickets)                                                         \
-    X(SSL_CTX_set_msg_callback)                                                        \
-    X(SSL_CTX_set_verify)                                                              \
-    X(SSL_CTX_set_verify_depth)                                                        \
-    X(SSL_CTX_set_security_level)                                                      \
-    X(SSL_CTX_use_certificate)                                                         \
-    X(SSL_CTX_use_PrivateKey)                                                          \
-    X(SSL_CTX_get_cert_store)                                                          \
-    X(SSL_CTX_set_psk_find_session_callback)                                           \
-    X(SSL_CTX_set_psk_use_session_callback)                                            \
-    X(SSL_new)                                                                         \
-    X(SSL_get1_peer_certificate)                                                       \
-    X(SSL_get_ex_data_X509_STORE_CTX_idx)                                              \
-    X(SSL_free)                                                                        \
-    X(SSL_set_ex_data)                                                                 \
-    X(SSL_get_ex_data)                                                                 \
-    X(SSL_set_accept_state)                                                            \
-    X(SSL_set_connect_state)                                                           \
-    X(SSL_set_bio)                                                                     \
-    X(SSL_do_handshake)                                                                \
-    X(SSL_read_ex)                                                                     \
-    X(SSL_write_ex)                                                                    \
-    X(SSL_key_update)                                                                  \
-    X(SSL_get_error)                                                                   \
-    X(SSL_has_pending)                                                                 \
-    X(SSL_session_reused)                                                              \
-    X(SSL_export_keying_material)                                                      \
-    X(SSL_CIPHER_find)                                                                 \
-    X(SSL_SESSION_new)                                                                 \
-    X(SSL_SESSION_free)                                                                \
-    X(SSL_SESSION_set1_master_key)                                                     \
-    X(SSL_SESSION_set_cipher)                                                          \
-    X(SSL_SESSION_set_protocol_version)                                                \
-    X(X509_STORE_CTX_get_ex_data)                                                      \
-    X(X509_STORE_CTX_get_error)                                                        \
-    X(X509_STORE_CTX_get_error_depth)                                                  \
-    X(X509_STORE_CTX_set_error)                                                        \
-    X(X509_STORE_CTX_get0_cert)                                                        \
-    X(X509_verify_cert_error_string)                                                   \
-    X(X509_STORE_add_cert)                                                             \
-    X(X509_get_ext_d2i)                                                                \
-    X(X509_get0_notBefore)                                                             \
-    X(X509_get0_notAfter)                                                              \
-    X(X509_cmp_current_time)                                                           \
-    X(X509_free)                                                                       \
-    X(EVP_PKEY_free)                                                                   \
-    X(OPENSSL_sk_num)                                                                  \
-    X(OPENSSL_sk_value)                                                                \
-    X(GENERAL_NAMES_free)                                                              \
-    X(GENERAL_NAME_get0_value)                                                         \
-    X(ASN1_STRING_get0_data)                                                           \
-    X(ASN1_STRING_length)                                                              \
-    X(PEM_read_bio_X509)                                                               \
-    X(PEM_read_bio_PrivateKey)                                                         \
-    X(BIO_new_socket)                                                                  \
-    X(BIO_ctrl)                                                                        \
-    X(BIO_new_mem_buf)                                                                 \
-    X(BIO_free)                                                                        \
-    X(BIO_meth_new)                                                                    \
-    X(BIO_meth_set_write)                                                              \
-    X(BIO_meth_set_read)                                                               \
-    X(BIO_meth_set_ctrl)                                                               \
-    X(BIO_meth_free)                                                                   \
-    X(BIO_get_new_index)                                                               \
-    X(BIO_new)                                                                         \
-    X(BIO_set_data)                                                                    \
-    X(BIO_get_data)                                                                    \
-    X(BIO_set_init)                                                                    \
-    X(BIO_set_flags)                                                                   \
-    X(BIO_clear_flags)                                                                 \
-    X(ERR_clear_error)                                                                 \
-    X(ERR_get_error)                                                                   \
-    X(ERR_peek_last_error)                                                             \
-    X(ERR_reason_error_string)                                                         \
-    X(EVP_sha256)                                                                      \
-    X(HMAC)
+    X(unsigned long, OpenSSL_version_num, (void))                                      \
+    X(const char *, OpenSSL_version, (int what))                                       \
+    X(int, OPENSSL_init_ssl, (uint64_t options, const void *settings))                 \
+    X(const SSL_METHOD *, TLS_method, (void))                                          \
+    X(SSL_CTX *, SSL_CTX_new, (const SSL_METHOD *))                                    \
+    X(void, SSL_CTX_free, (SSL_CTX *))                                                 \
+    X(long, SSL_CTX_ctrl, (SSL_CTX *, int command, long number, void *pointer))        \
+    X(uint64_t, SSL_CTX_set_options, (SSL_CTX *, uint64_t))                            \
+    X(int, SSL_CTX_set_ciphersuites, (SSL_CTX *, const char *))                        \
+    X(int, SSL_CTX_set_num_tickets, (SSL_CTX *, size_t))                               \
+    X(void, SSL_CTX_set_msg_callback, (SSL_CTX *, message_fn))                         \
+    X(void, SSL_CTX_set_verify, (SSL_CTX *, int mode, verify_fn))                      \
+    X(void, SSL_CTX_set_verify_depth, (SSL_CTX *, int depth))                          \
+    X(void, SSL_CTX_set_security_level, (SSL_CTX *, int level))                        \
+    X(int, SSL_CTX_use_certificate, (SSL_CTX *, X509 *))                               \
+    X(int, SSL_CTX_use_PrivateKey, (SSL_CTX *, EVP_PKEY *))                            \
+    X(X509_STORE *, SSL_CTX_get_cert_store, (const SSL_CTX *))                         \
+    X(void, SSL_CTX_set_psk_find_session_callback, (SSL_CTX *, psk_find_fn))           \
+    X(void, SSL_CTX_set_psk_use_session_callback, (SSL_CTX *, psk_use_fn))             \
+    X(SSL *, SSL_new, (SSL_CTX *))                                                     \
+    X(X509 *, SSL_get1_peer_certificate, (const SSL *))                                \
+    X(int, SSL_get_ex_data_X509_STORE_CTX_idx, (void))                                 \
+    X(void, SSL_free, (SSL *))                                                         \
+    X(int, SSL_set_ex_data, (SSL *, int index, void *data))                            \
+    X(void *, SSL_get_ex_data, (const SSL *, int index))                               \
+    X(void, SSL_set_accept_state, (SSL *))                                             \
+    X(void, SSL_set_connect_state, (SSL *))                                            \
+    X(void, SSL_set_bio, (SSL *, BIO * read, BIO * write))                             \
+    X(int, SSL_do_handshake, (SSL *))                                                  \
+    X(int, SSL_read_ex, (SSL *, void *to, size_t room, size_t *size_out))              \
+    X(int, SSL_write_ex, (SSL *, const void *data, size_t size, size_t *size_out))     \
+    X(int, SSL_key_update, (SSL *, int kind))                                          \
+    X(int, SSL_get_error, (const SSL *, int result))                                   \
+    X(int, SSL_has_pending, (const SSL *))                                             \
+    X(int, SSL_session_reused, (const SSL *))                                          \
+    X(int, SSL_export_keying_material,                                                 \
+      (SSL *, unsigned char *out, size_t size, const char *label, size_t label_size,   \
+       const unsigned char *context, size_t context_size, int use_context))            \
+    X(const SSL_CIPHER *, SSL_CIPHER_find, (SSL *, const unsigned char *number))       \
+    X(SSL_SESSION *, SSL_SESSION_new, (void))                                          \
+    X(void, SSL_SESSION_free, (SSL_SESSION *))                                         \
+    X(int, SSL_SESSION_set1_master_key,                                                \
+      (SSL_SESSION *, const unsigned char *key, size_t size))                          \
+    X(int, SSL_SESSION_set_cipher, (SSL_SESSION *, const SSL_CIPHER *))                \
+    X(int, SSL_SESSION_set_protocol_version, (SSL_SESSION *, int version))             \
+    X(void *, X509_STORE_CTX_get_ex_data, (const X509_STORE_CTX *, int index))         \
+    X(int, X509_STORE_CTX_get_error, (const X509_STORE_CTX *))                         \
+    X(int, X509_STORE_CTX_get_error_depth, (const X509_STORE_CTX *))                   \
+    X(void, X509_STORE_CTX_set_error, (X509_STORE_CTX *, int code))                    \
+    X(X509 *, X509_STORE_CTX_get0_cert, (const X509_STORE_CTX *))                      \
+    X(const char *, X509_verify_cert_error_string, (long code))                        \
+    X(int, X509_STORE_add_cert, (X509_STORE *, X509 *))                                \
+    X(void *, X509_get_ext_d2i, (const X509 *, int which, int *critical, int *index))  \
+    X(const ASN1_STRING *, X509_get0_notBefore, (const X509 *))                        \
+    X(const ASN1_STRING *, X509_get0_notAfter, (const X509 *))                         \
+    X(int, X509_cmp_current_time, (const ASN1_STRING *))                               \
+    X(void, X509_free, (X509 *))                                                       \
+    X(void, EVP_PKEY_free, (EVP_PKEY *))                                               \
+    X(int, OPENSSL_sk_num, (const OPENSSL_STACK *))                                    \
+    X(void *, OPENSSL_sk_value, (const OPENSSL_STACK *, int index))                    \
+    X(void, GENERAL_NAMES_free, (OPENSSL_STACK *))                                     \
+    X(void *, GENERAL_NAME_get0_value, (const GENERAL_NAME *, int *type))              \
+    X(const unsigned char *, ASN1_STRING_get0_data, (const ASN1_STRING *))             \
+    X(int, ASN1_STRING_length, (const ASN1_STRING *))                                  \
+    X(X509 *, PEM_read_bio_X509, (BIO *, X509 **, password_fn, void *cookie))          \
+    X(EVP_PKEY *, PEM_read_bio_PrivateKey,                                             \
+      (BIO *, EVP_PKEY **, password_fn, void *cookie))                                 \
+    X(BIO *, BIO_new_socket, (int fd, int closes))                                     \
+    X(long, BIO_ctrl, (BIO *, int command, long number, void *pointer))                \
+    X(BIO *, BIO_new_mem_buf, (const void *data, int size))                            \
+    X(int, BIO_free, (BIO *))                                                          \
+    X(BIO_METHOD *, BIO_meth_new, (int type, const char *name))                        \
+    X(int, BIO_meth_set_write, (BIO_METHOD *, bio_write_fn))                           \
+    X(int, BIO_meth_set_read, (BIO_METHOD *, bio_read_fn))                             \
+    X(int, BIO_meth_set_ctrl, (BIO_METHOD *, bio_ctrl_fn))                             \
+    X(void, BIO_meth_free, (BIO_METHOD *))                                             \
+    X(int, BIO_get_new_index, (void))                                                  \
+    X(BIO *, BIO_new, (const BIO_METHOD *))                                            \
+    X(void, BIO_set_data, (BIO *, void *data))                                         \
+    X(void *, BIO_get_data, (BIO *))                                                   \
+    X(void, BIO_set_init, (BIO *, int init))                                           \
+    X(void, BIO_set_flags, (BIO *, int flags))                                         \
+    X(void, BIO_clear_flags, (BIO *, int flags))                                       \
+    X(void, ERR_clear_error, (void))                                                   \
+    X(unsigned long, ERR_get_error, (void))                                            \
+    X(unsigned long, ERR_peek_last_error, (void))                                      \
+    X(const char *, ERR_reason_error_string, (unsigned long))                          \
+    X(const EVP_MD *, EVP_sha256, (void))                                              \
+    X(unsigned char *, HMAC,                                                           \
+      (const EVP_MD *, const void *key, int key_size, const unsigned char *data,       \
+       size_t size, unsigned char *out, unsigned int *out_size))
 
 typedef struct openssl {
-#define X(name) __typeof__(&(name)) name; /* NOLINT(bugprone-macro-parentheses) */
+/* NOLINTNEXTLINE(bugprone-macro-parentheses): a declaration */
+#define X(type, name, parameters) type(*name) parameters;
     OPENSSL_FUNCTIONS(X)
 #undef X
 } openssl;
