@@ -103,10 +103,9 @@ static fanin_status certs_fill(const openssl *o, SSL_CTX *context,
                                const certificate_files *files, identity *is,
                                fanin_error *error)
 {
-    enum { MAX_CERT_LIST = 51, LIST_MOST = 32 << 10, VERIFY = 1 | 2, DEPTH = 6 };
+    enum { VERIFY = 1 | 2, DEPTH = 6 };
     /* Keys of 112 bits at least, and no SHA-1: RSA from 2048 on, any curve that is used. */
     o->SSL_CTX_set_security_level(context, 2);
-    o->SSL_CTX_ctrl(context, MAX_CERT_LIST, LIST_MOST, NULL);
     o->SSL_CTX_set_verify(context, VERIFY, certs_verify);
     o->SSL_CTX_set_verify_depth(context, DEPTH);
     fanin_status status = pem_use_certificate(o, context, files->cert, is, error);

@@ -68,20 +68,29 @@ static fanin_status credentials_resolve(const credentials *configured, credentia
     return credentials_check(out, error);
 }
 
-fanin_status credentials_of_rank(const credentials *configured,
-                                 const uint8_t world_id[16], uint32_t rank,
-                                 const logger *log, tls_end **out, fanin_error *error)
+/* @p named: whom the key of a secret is for, NULL: for readers. @p wanted: of a certificate. */
+static fanin_status make_end(const credentials *configured, const char *named,
+                             const identity *wanted, const logger *log, tls_end **out,
+                             fanin_error *error)
 {
     credentials c;
     *out = NULL;
     fanin_status status = credentials_resolve(configured, &c, error);
     if (status == FANIN_OK && c.secret)
-        return tls_end_of_rank(c.secret, world_id, rank, out, error);
-    if (status == FANIN_OK && c.tls.cert) {
-        const identity wanted = {.role = AS_RANK, .rank = rank};
-        return tls_end_by_certificate(&c.tls, &wanted, log, out, error);
-    }
+        return tls_end_by_secret(c.secret, named, out, error);
+    if (status == FANIN_OK && c.tls.cert)
+        return tls_end_by_certificate(&c.tls, wanted, log, out, error);
     return status;
+}
+
+fanin_status credentials_of_rank(const credentials *configured,
+                                 const uint8_t world_id[16], uint32_t rank,
+                                 const logger *log, tls_end **out, fanin_error *error)
+{
+    char name[IDENTITY_MOST];
+    const identity wanted = {.role = AS_RANK, .rank = rank};
+    rank_identity(world_id, rank, name);
+    return make_end(configured, name, &wanted, log, out, error);
 }
 
 fanin_status credentials_of_relay(const credentials *configured,
@@ -89,29 +98,15 @@ fanin_status credentials_of_relay(const credentials *configured,
                                   const uint8_t incarnation[16], const logger *log,
                                   tls_end **out, fanin_error *error)
 {
-    credentials c;
-    *out = NULL;
-    fanin_status status = credentials_resolve(configured, &c, error);
-    if (status == FANIN_OK && c.secret)
-        return tls_end_of_relay(c.secret, world_id, incarnation, out, error);
-    if (status == FANIN_OK && c.tls.cert) {
-        const identity wanted = {.role = AS_RELAY};
-        return tls_end_by_certificate(&c.tls, &wanted, log, out, error);
-    }
-    return status;
+    char name[IDENTITY_MOST];
+    const identity wanted = {.role = AS_RELAY};
+    relay_identity(world_id, incarnation, name);
+    return make_end(configured, name, &wanted, log, out, error);
 }
 
 fanin_status credentials_of_reader(const credentials *configured, const logger *log,
                                    tls_end **out, fanin_error *error)
 {
-    credentials c;
-    *out = NULL;
-    fanin_status status = credentials_resolve(configured, &c, error);
-    if (status == FANIN_OK && c.secret)
-        return tls_end_of_reader(c.secret, out, error);
-    if (status == FANIN_OK && c.tls.cert) {
-        const identity wanted = {.role = AS_READER};
-        return tls_end_by_certificate(&c.tls, &wanted, log, out, error);
-    }
-    return status;
+    const identity wanted = {.role = AS_READER};
+    return make_end(configured, NULL, &wanted, log, out, error);
 }

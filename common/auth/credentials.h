@@ -16,13 +16,13 @@ typedef struct credentials {
     certificate_files tls;
 } credentials;
 
-/** A rank's end, *@p out NULL without credentials. tls_end_of_rank()'s errors,
+/** A rank's end, *@p out NULL without credentials. tls_end_by_secret()'s errors,
     certificates_new()'s, and FANIN_ERR_ARGUMENT: both kinds; a certificate without key or
     authorities. */
 fanin_status credentials_of_rank(const credentials *configured,
                                  const uint8_t world_id[16], uint32_t rank,
                                  const logger *log, tls_end **out, fanin_error *error);
-/** The same for a relay, by its incarnation, and with tls_end_of_relay()'s errors. */
+/** The same for a relay, by its incarnation. */
 fanin_status credentials_of_relay(const credentials *configured,
                                   const uint8_t world_id[16],
                                   const uint8_t incarnation[16], const logger *log,

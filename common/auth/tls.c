@@ -170,7 +170,6 @@ ssize_t tls_send(tls *t, int fd, const struct iovec *iov, int n)
 /* ---------------------------------------------------------------------------- tls */
 
 /* OpenSSL's numbers. */
-#define ERROR_WANT_READ 2
 #define REASON_BINDER 253
 #define REASON_VERIFY 134
 #define REASON_UNSHOWN 199

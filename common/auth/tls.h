@@ -29,17 +29,13 @@ typedef struct tls_end tls_end;
 /** One connection. */
 typedef struct tls tls;
 
-/** The end of a rank: keeps the keys of readers and of this rank alone. @p file: as messages name
-    it. FANIN_ERR_UNSUPPORTED: no OpenSSL, or none that does TLS 1.3; openssl_load()'s;
+/** An end by the launch's secret in @p file, which is also what messages call it. @p named: whom
+    the rank or relay is to be (rank_identity(), relay_identity()); it keeps the keys of readers and
+    its own alone. NULL: a reader's, which keeps what every rank's proof is checked with.
+    FANIN_ERR_UNSUPPORTED: no OpenSSL, or none that does TLS 1.3; openssl_load()'s;
     secret_file_read()'s; FANIN_ERR_MEMORY. */
-fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
-                             uint32_t rank, tls_end **out, fanin_error *error);
-/** The end of a relay: the same with its own key in the place of a rank's. */
-fanin_status tls_end_of_relay(const char *file, const uint8_t world_id[16],
-                              const uint8_t incarnation[16], tls_end **out,
-                              fanin_error *error);
-/** The end of a reader: keeps what every rank's proof is checked with. The same errors. */
-fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error);
+fanin_status tls_end_by_secret(const char *file, const char *named, tls_end **out,
+                               fanin_error *error);
 /** An end of certificates, a rank's or a reader's as @p wanted says. certificates_new()'s errors.
     */
 fanin_status tls_end_by_certificate(const certificate_files *files,

@@ -2,6 +2,7 @@
 /* What has come from the socket and what is to go there: many records by one system call, and no
    signal. OpenSSL has its bytes from here. */
 #include "tls_internal.h"
+#include "array.h"
 
 #include <errno.h>
 #include <linux/tls.h>
@@ -79,17 +80,7 @@ static bool tls_bytes_reserve(tls_bytes *b, size_t more)
 {
     if (b->used == b->size)
         b->used = b->size = 0;
-    if (b->capacity - b->size >= more)
-        return true;
-    size_t capacity = b->capacity ? b->capacity : FIRST;
-    while (capacity - b->size < more)
-        capacity *= 2;
-    uint8_t *data = realloc(b->data, capacity);
-    if (!data)
-        return false;
-    b->data = data;
-    b->capacity = capacity;
-    return true;
+    return array_reserve(&b->data, &b->capacity, b->size + more, 1);
 }
 
 /* False: no memory. */

@@ -81,9 +81,7 @@ fanin_status tls_no_context(const openssl *o, fanin_error *error)
 
 /* ------------------------------------------------------------------------ tls end */
 
-/* OpenSSL's numbers. */
-#define TLS1_3 0x0304
-#define VERIFY_PEER 1
+#define VERIFY_PEER 1 /* OpenSSL's number */
 
 /* A session that never was, made of the key: so OpenSSL takes a key that both ends have. */
 static SSL_SESSION *session_of_key(const tls_end *end, SSL *ssl)
@@ -185,12 +183,12 @@ static fanin_status tls_end_begin(const char *file, bool is_rank, tls_end **out,
     return status;
 }
 
-static fanin_status tls_end_make(const char *file, const char *identity, tls_end **out,
-                                 fanin_error *error)
+fanin_status tls_end_by_secret(const char *file, const char *named, tls_end **out,
+                               fanin_error *error)
 {
-    fanin_status status = tls_end_begin(file, identity != NULL, out, error);
+    fanin_status status = tls_end_begin(file, named != NULL, out, error);
     if (status == FANIN_OK)
-        status = tls_end_derive(*out, identity, error);
+        status = tls_end_derive(*out, named, error);
     if (status != FANIN_OK)
         tls_end_free(out);
     return status;
@@ -208,28 +206,6 @@ fanin_status tls_end_by_certificate(const certificate_files *files,
     if (status != FANIN_OK)
         tls_end_free(out);
     return status;
-}
-
-fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
-                             uint32_t rank, tls_end **out, fanin_error *error)
-{
-    char identity[IDENTITY_MOST];
-    rank_identity(world_id, rank, identity);
-    return tls_end_make(file, identity, out, error);
-}
-
-fanin_status tls_end_of_relay(const char *file, const uint8_t world_id[16],
-                              const uint8_t incarnation[16], tls_end **out,
-                              fanin_error *error)
-{
-    char identity[IDENTITY_MOST];
-    relay_identity(world_id, incarnation, identity);
-    return tls_end_make(file, identity, out, error);
-}
-
-fanin_status tls_end_of_reader(const char *file, tls_end **out, fanin_error *error)
-{
-    return tls_end_make(file, NULL, out, error);
 }
 
 void tls_end_free(tls_end **end)

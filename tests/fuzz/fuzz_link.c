@@ -369,7 +369,7 @@ static bool play(const char *file, tls_end *played[2])
     fanin_error error = FANIN_ERROR_INIT;
     bool good = tls_end_of_rank(file, make_server_config().world_id, 0, &played[0],
                                 &error) == FANIN_OK &&
-                tls_end_of_reader(file, &played[1], &error) == FANIN_OK;
+                tls_end_by_secret(file, NULL, &played[1], &error) == FANIN_OK;
     check(good || error.status == FANIN_ERR_UNSUPPORTED);
     return good;
 }

@@ -34,7 +34,7 @@ static void make_secret_ends(void)
     fanin_error error = FANIN_ERROR_INIT;
     const char *file = secret_of('1');
     if (tls_end_of_rank(file, world, 1, &secret_ends[0], &error) != FANIN_OK ||
-        tls_end_of_reader(file, &secret_ends[1], &error) != FANIN_OK)
+        tls_end_by_secret(file, NULL, &secret_ends[1], &error) != FANIN_OK)
         check(error.status == FANIN_ERR_UNSUPPORTED); /* no OpenSSL here */
     secrets_remove();
 }

@@ -310,7 +310,7 @@ CASE(sessions_are_their_own)
     fanin_server_config config = server_config();
     config.secret_file = secret_of('1');
     fanin_server *server = server_publish(&config, memory, sizeof memory);
-    assert_ok(tls_end_of_reader(secret_of('1'), &reader, &error), error);
+    assert_ok(tls_end_by_secret(secret_of('1'), NULL, &reader, &error), error);
     peer one = speak(server, reader, ROLE_CONTROL, guess);
     peer other = speak(server, reader, ROLE_CONTROL, guess);
     assert_memory_not_equal(one.session, other.session, sizeof one.session);

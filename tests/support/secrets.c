@@ -28,6 +28,14 @@ const char *secret_of(char digit)
     return path;
 }
 
+fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
+                             uint32_t rank, tls_end **out, fanin_error *error)
+{
+    char name[IDENTITY_MOST];
+    rank_identity(world_id, rank, name);
+    return tls_end_by_secret(file, name, out, error);
+}
+
 void secrets_remove(void)
 {
     for (size_t i = 0; i < 128; i++)

@@ -11,6 +11,10 @@ const char *secret_of(char digit);
 void secrets_remove(void);
 int secrets_tear_down(void **state); /**< the same, of a group of tests */
 
+/** A rank's, by the secret in @p file. */
+fanin_status tls_end_of_rank(const char *file, const uint8_t world_id[16],
+                             uint32_t rank, tls_end **out, fanin_error *error);
+
 /** Says as TAP that a program's tests are skipped, and why; false: there is OpenSSL 3. */
 bool openssl_is_missing(void);
 

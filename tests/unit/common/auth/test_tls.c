@@ -22,7 +22,7 @@ static void start(pair *p, char rank_digit, char reader_digit)
     memset(world, WORLD_BYTE, sizeof world);
     assert_works(
         tls_end_of_rank(secret_of(rank_digit), world, RANK, &p->ends[0], ERROR));
-    assert_works(tls_end_of_reader(secret_of(reader_digit), &p->ends[1], ERROR));
+    assert_works(tls_end_by_secret(secret_of(reader_digit), NULL, &p->ends[1], ERROR));
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, p->fds), 0);
     for (int i = 0; i < 2; i++)
         assert_non_null(p->t[i] = tls_new(p->ends[i], p->fds[i]));
@@ -215,7 +215,9 @@ TEST(relays_are_no_ranks)
     start(&p, '1', '1');
     tls_free(&p.t[0]);
     tls_end_free(&p.ends[0]);
-    assert_works(tls_end_of_relay(secret_of('1'), world, id, &p.ends[0], ERROR));
+    char name[IDENTITY_MOST];
+    relay_identity(world, id, name);
+    assert_works(tls_end_by_secret(secret_of('1'), name, &p.ends[0], ERROR));
     assert_non_null(p.t[0] = tls_new(p.ends[0], p.fds[0]));
     tls_expect_relay(p.t[1]);
     shake_well(&p);

@@ -45,7 +45,7 @@ static void start(pair *p, const char *suites)
     const uint8_t world[16] = {5};
     tls_step steps[2] = {TLS_WAIT, TLS_WAIT};
     assert_works(tls_end_of_rank(secret_of('1'), world, 3, &p->ends[0], ERROR));
-    assert_works(tls_end_of_reader(secret_of('1'), &p->ends[1], ERROR));
+    assert_works(tls_end_by_secret(secret_of('1'), NULL, &p->ends[1], ERROR));
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, p->fds), 0);
     for (int i = 0; i < 2; i++)
         assert_non_null(p->t[i] = tls_new(p->ends[i], p->fds[i]));

@@ -39,7 +39,7 @@ static fanin_status reader_in_child(void)
     if (child == 0) {
         tls_end *end;
         fanin_error error = FANIN_ERROR_INIT;
-        fanin_status made = tls_end_of_reader(secret_of('1'), &end, &error);
+        fanin_status made = tls_end_by_secret(secret_of('1'), NULL, &end, &error);
         bool is_said = strstr(error.message, "OpenSSL, or used it") && error.remedy[0];
         _exit(made == FANIN_OK ? 0 : made == FANIN_ERR_FORKED && is_said ? 1 : 2);
     }
@@ -104,7 +104,7 @@ TEST(a_child_of_who_is_asked_for_new_keys_is_told)
     int fds[2];
     tls_step steps[2] = {TLS_WAIT, TLS_WAIT};
     assert_works(tls_end_of_rank(secret_of('1'), world, 0, &ends[0], ERROR));
-    assert_works(tls_end_of_reader(secret_of('1'), &ends[1], ERROR));
+    assert_works(tls_end_by_secret(secret_of('1'), NULL, &ends[1], ERROR));
     assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
     for (int i = 0; i < 2; i++)
         assert_non_null(t[i] = tls_new(ends[i], fds[i]));

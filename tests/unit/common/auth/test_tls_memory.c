@@ -178,7 +178,7 @@ static void shake_all_in_need(long every)
 static int with_secret(void **state)
 {
     assert_works(tls_end_of_rank(secret_of('1'), world, RANK, &ends[0], ERROR));
-    assert_works(tls_end_of_reader(secret_of('1'), &ends[1], ERROR));
+    assert_works(tls_end_by_secret(secret_of('1'), NULL, &ends[1], ERROR));
     return 0;
 }
 
@@ -285,7 +285,7 @@ TEST(ends_lack_it_too)
         tls_end *end = NULL;
         fanin_error error = FANIN_ERROR_INIT;
         start_failing(after);
-        fanin_status status = tls_end_of_reader(secret_of('1'), &end, &error);
+        fanin_status status = tls_end_by_secret(secret_of('1'), NULL, &end, &error);
         lacked = stop_failing();
         if (status != FANIN_OK && status != FANIN_ERR_MEMORY)
             fail_msg("%ld: %s (%s)", after, error.message, error.remedy);

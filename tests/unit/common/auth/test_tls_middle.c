@@ -272,7 +272,7 @@ static int set_up(void **state)
 {
     static const uint8_t world[16] = {5};
     assert_works(tls_end_of_rank(secret_of('1'), world, RANK, &secret_ends[0], ERROR));
-    assert_works(tls_end_of_reader(secret_of('1'), &secret_ends[1], ERROR));
+    assert_works(tls_end_by_secret(secret_of('1'), NULL, &secret_ends[1], ERROR));
     if (!certified_ends_of(RANK, certified_ends))
         print_message("no certificates without the command openssl\n");
     return 0;
