@@ -16,13 +16,14 @@ import torch
 from families import FAMILIES
 from fanin.errors import NotFoundError, RequestError, StateError, SupersededError
 from fanin.info import read_info
-from fanin.torch import AdapterServer, Slice, WeightServer, _proof, chain
+from fanin.torch import AdapterServer, Slice, WeightServer, _proof, _world, chain
 from fanin.torch.names import checkpoint, vocabulary
 from full_models import config_of, random_model
 from models import same_tensors
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 from worlds import PATIENCE
 
@@ -364,6 +365,25 @@ def test_calls_that_are_wrong(tmp_path):
     ):
         with pytest.raises(StateError, match="the server is closed"):
             call()
+
+
+def test_a_process_group_that_was_destroyed(monkeypatch):
+    """Ranks that can no longer be asked are told so in words; of a closed server that it is."""
+    distributed = torch.distributed
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    ranks = _world.Ranks(None, None)
+    distributed.destroy_process_group()
+    model = torch.nn.Linear(3, 2)
+    with serve(model) as server:
+        server.publish(0)
+        monkeypatch.setattr(server, "_ranks", ranks)
+        for call in (server.refresh, lambda: server.add_run("1", model)):
+            with pytest.raises(StateError, match="process group was destroyed") as caught:
+                call()
+            assert caught.value.remedy == "call this before destroy_process_group()"
+        server.close()
+        with pytest.raises(StateError, match="the server is closed"):
+            server.add_run("1", model)
 
 
 # --------------------------------------------------------------------------------- life of a server

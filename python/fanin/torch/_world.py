@@ -84,10 +84,19 @@ class Ranks:
                 "this process is no rank of the group", "give a group that this process is in"
             )
 
+    def refuse_gone(self, error: FaninError | None = None) -> None:
+        """Raises if the process group was destroyed: *error*, if there is one, else StateError."""
+        if self._distributed and not torch.distributed.is_initialized():
+            raise error or StateError.make(
+                "the ranks cannot be asked: torch.distributed's process group was destroyed",
+                "call this before destroy_process_group()",
+            )
+
     def gather(self, value: Any) -> list[Any]:
         """Everybody's values, rank by rank. Blocks until all ranks have called it."""
         if not self._distributed or self.size == 1:
             return [value]
+        self.refuse_gone()
         out: list[Any] = [None] * self.size
         with self._on_device(), collective():
             torch.distributed.all_gather_object(out, value, group=self._group)

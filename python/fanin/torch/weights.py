@@ -331,6 +331,7 @@ class WeightServer(Publisher):
 
         Raises:
             RequestError: the run is there already; the constructor's reasons.
+            StateError: the server is closed; the process group was destroyed.
         """
         source, error, publication = None, None, ""
         try:
@@ -380,6 +381,7 @@ class WeightServer(Publisher):
     ) -> Agreed:
         """What all ranks hold together; the metadata are of the first that has a configuration."""
         ranks = self._ranks
+        ranks.refuse_gone(error)
         told, text = compress(table)
         quantizer = None if parameters is None else parameters.quantizer
         mine = Answer(
