@@ -413,6 +413,30 @@ def test_an_exception_aborts(pull):
         assert server.stats()["aborts"] == 1
 
 
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_an_open_update_is_not_committed_by_another_call(pull, snapshot):
+    """A task or thread that publishes meanwhile would show half of what is being written."""
+    model = adapted()
+    with serve(model, lease=0.1, snapshot=snapshot) as server:
+        server.publish(0)
+        first = values(model)
+        with server.updating(1):
+            fill(model, 2)
+            for call in (server.publish, lambda step: server.updating(step).__enter__()):
+                with pytest.raises(StateError, match="step 1 of lora:0 is being written") as caught:
+                    call(2)
+                assert "one thread or task" in caught.value.remedy
+            if snapshot:
+                same_tensors(pull(server)[1], first)
+            fill(model, 3)
+        assert server.runs == {"lora:0": 1}
+        same_tensors(pull(server)[1], values(model))
+        with pytest.raises(StateError, match="step 2 of lora:0 is"), server.updating(2):
+            server.publish(3)
+        server.publish(2)  # the block has ended, by an exception
+        assert server.runs == {"lora:0": 2}
+
+
 def test_steps_are_checked_before_anything_is_written():
     model = adapted()
     with serve(model) as server:

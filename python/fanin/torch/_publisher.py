@@ -105,6 +105,8 @@ class OneRun:
         #: All of its replicas are compared before this step.
         self.whole = False
         self.paused = False
+        #: The step of the update that is open.
+        self.writing: int | None = None
         #: Its step is published, and its memory neither being written nor taken back.
         self.stands = False
         #: Recorded behind the last commit on its CUDA stream.
@@ -242,12 +244,13 @@ class Publisher:
             NotFoundError: no such run.
             RequestError: a step that is not above the last; parameters that cannot be published.
                 The update is aborted.
-            StateError: the run is paused. Or another run, which is not among these, publishes the
-                same memory by reference: two precisions of one model are written together. Or
-                parameters are unsharded or offloaded; the update is aborted. Or parameters were
-                written outside of :meth:`updating` since the last step; that step is withdrawn (not
-                with snapshots). The server does not see writes that PyTorch does not count: through
-                ``.data`` and NumPy, and by kernels that get a pointer.
+            StateError: the run is paused. Or an update of it is open, also of another thread or
+                task. Or another run, which is not among these, publishes the same memory by
+                reference: two precisions of one model are written together. Or parameters are
+                unsharded or offloaded; the update is aborted. Or parameters were written outside of
+                :meth:`updating` since the last step; that step is withdrawn (not with snapshots).
+                The server does not see writes that PyTorch does not count: through ``.data`` and
+                NumPy, and by kernels that get a pointer.
         """
         runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
@@ -633,6 +636,13 @@ class Publisher:
                     raise StateError.make(
                         f"{one.publication} is paused", "resume(run) it before", key=one.publication
                     )
+                if one.writing is not None:  # its commit would publish half of what is written
+                    raise StateError.make(
+                        f"step {one.writing} of {one.publication} is being written: updating() or "
+                        "publish() has not ended",
+                        "end that call before the next one, and use a run from one thread or task",
+                        key=one.publication,
+                    )
                 self._check_step(one, at)
         return runs
 
@@ -744,7 +754,8 @@ class Publisher:
             if (counts := run.parameters.counts(other.parameters))
         ]
         try:
-            for run, _ in runs:
+            for run, step in runs:
+                run.writing = step
                 self._wait_for_commit(run)
                 self._server.begin_update(run.publication)
                 run.parameters.take_back()
@@ -764,6 +775,8 @@ class Publisher:
                     self._server.abort_update(run.publication)
             raise
         finally:
+            for run, _ in runs:
+                run.writing = None
             for other, counts in shared:
                 other.parameters.allow(counts)
 
