@@ -28,7 +28,7 @@ def told(done: int, slowest: fanin.RankProgress | None = None) -> fanin.PullProg
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Clock]:
     one = Clock()
     monkeypatch.setattr(time, "monotonic", one.monotonic)
-    caplog.set_level(logging.INFO, "vllm.fanin")
+    caplog.set_level(logging.INFO, "fanin.engine")
     yield one
 
 
