@@ -6,15 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch.distributed._composable_state import _module_state_mapping as _stateful
 from torch.distributed.fsdp import FSDPModule as _Fsdp2
 from torch.distributed.fsdp import FullyShardedDataParallel as _Fsdp1
 
 from fanin.errors import RequestError
-
-try:
-    from torch.distributed._composable_state import _module_state_mapping as _stateful
-except ImportError:
-    _stateful = {}
 
 UNSHARDED = (
     "commit when FSDP has resharded the parameters: right after optimizer.step(), before any "
@@ -34,7 +30,7 @@ def refuse_fsdp1(root: Any) -> None:
 
 
 def fsdp_params(root: Any) -> Iterator[Any]:
-    """FSDP2's own record of each parameter that it shards. AttributeError: it tells of none."""
+    """FSDP2's own record of each parameter that it shards."""
     return _params_of(root.modules())
 
 
@@ -48,43 +44,24 @@ def _params_of(modules: Iterable[Any]) -> Iterator[Any]:
             yield from group.fsdp_params if group is not None else ()
 
 
-def _managed(root: Any) -> dict[tuple[int, str], Any] | None:
-    """FSDP2's records by owner's id and attribute; None: it does not tell.
+def is_unsharded(record: Any) -> bool | None:
+    """Whether FSDP2 shows a temporary buffer in a parameter's place; None: there is no record.
+
+    Over tensor parallelism the buffer is a DTensor as the shard is.
+    """
+    return None if record is None else record.sharded_state.name != "SHARDED"
+
+
+def sharding_of(root: Any) -> Callable[[Any, str], Any]:
+    """A function that gives FSDP2's record of the parameter with that owner and attribute; None:
+    FSDP2 does not shard it.
 
     Of all of this process's modules: those around *root* may be what FSDP2 shards.
     """
     out: dict[tuple[int, str], Any] = {}
-    try:
-        for param in _params_of((*root.modules(), *_stateful)):
-            info = param._module_info
-            out[id(info.module), info.param_name] = param
-            for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                out[id(owner), name] = param
-    except AttributeError:
-        return None
-    return out
-
-
-def is_unsharded(record: Any) -> bool | None:
-    """Whether FSDP2 shows a temporary buffer in a parameter's place; None: *record* does not tell.
-
-    Over tensor parallelism the buffer is a DTensor as the shard is.
-    """
-    state = getattr(record, "sharded_state", None)
-    return None if state is None else state.name != "SHARDED"
-
-
-def sharding_of(root: Any) -> Callable[[Any, str, str], Any]:
-    """A function that gives FSDP2's record of the parameter with that owner, attribute and path.
-
-    None: FSDP2 does not shard it. True: it does, and tells no more.
-    """
-    managed = _managed(root)
-    if managed is not None:
-        return lambda owner, attribute, path: managed.get((id(owner), attribute))
-    prefixes = tuple(
-        f"{path}." if path else ""
-        for path, module in root.named_modules()
-        if isinstance(module, _Fsdp2)
-    )
-    return lambda owner, attribute, path: path.startswith(prefixes) or None
+    for param in _params_of((*root.modules(), *_stateful)):
+        info = param._module_info
+        out[id(info.module), info.param_name] = param
+        for owner, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            out[id(owner), name] = param
+    return lambda owner, attribute: out.get((id(owner), attribute))

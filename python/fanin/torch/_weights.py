@@ -210,7 +210,7 @@ def find_weights(root: Any, merge: Merge | None = None, computed: bool = False) 
             merge.refuse_tied([place[:2] for place in names], [place[-1] for place in names])
         chosen = told.first([place[-1] for place in names])
         owner, attribute, kind, path, name = names[chosen]
-        record = record_of(owner, attribute, path) if kind == PARAMETER else None
+        record = record_of(owner, attribute) if kind == PARAMETER else None
         items.append(Item(path, name, owner, attribute, record, kind))
         aliases += [Alias(place[0], place[1], place[2], items[-1]) for place in names]
     _refuse_same_names(items)

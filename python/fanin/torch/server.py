@@ -392,7 +392,7 @@ def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
                 "give the AdapterServer the model that holds the adapter once",
             )
         names[name] = path
-        record = record_of(owner, attribute, path) if kind == PARAMETER else None
+        record = record_of(owner, attribute) if kind == PARAMETER else None
         items.append(Item(path, name, owner, attribute, record, kind))
 
     for owner, attribute, _, path in walk(root):
