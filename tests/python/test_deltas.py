@@ -12,7 +12,7 @@ import local_world
 import numpy as np
 import pytest
 from fanin.config import ConfigError, trainer_config
-from fanin.engine.landing import Summary, note_delta
+from fanin.engine.landing import Summary
 from fanin.errors import RequestError
 from local_world import PATIENCE
 
@@ -107,11 +107,12 @@ def test_step_0_once_more_is_told_as_what_it_read(
         first, again = reader.pull(), reader.pull()
         reader.client.close()
     assert (again.whole_because, again.base_step, again.patch_bytes) == ("", 0, 0)
-    whole, patched, plain = Summary(bytes=1), Summary(bytes=1), Summary(bytes=1)
-    note_delta(whole, first, True)
-    note_delta(patched, again, True)
-    note_delta(plain, again, False)
-    assert (whole.bytes, patched.bytes, patched.since, plain.bytes) == (1, 0, 0, 1)
+    whole, patched, plain = Summary(), Summary(), Summary()
+    whole.add(first, True)
+    patched.add(again, True)
+    plain.add(again)
+    held = first.bytes
+    assert (whole.bytes, patched.bytes, patched.since, plain.bytes) == (held, 0, 0, held)
     assert ", 0.0 % of 0.48 MB since step 0 in" in str(patched)
     assert ", 0 bytes of patches since step 0, " in caplog.text
 

@@ -63,6 +63,18 @@ class Summary(Origin):
     whole_because: str = ""
     restarts: int = 0
 
+    def add(self, result: PullResult, asked: bool = False) -> None:
+        """What one more pull has brought; asked: for deltas."""
+        self.bytes += result.bytes
+        self.tensors += result.tensors
+        self.read += result.read
+        self.restarts += result.restarts
+        self.path = result.path
+        self.whole_because = result.whole_because
+        if asked and not result.whole_because:
+            self.bytes, self.whole = result.patch_bytes, result.bytes
+            self.since = result.base_step
+
     def as_dict(self) -> dict[str, Any]:
         """As plain values, which JSON has too."""
         told = asdict(self) | {"worlds": sorted(self.worlds)}
@@ -86,14 +98,6 @@ def part_of(read: int, whole: int, since: int) -> str:
     """ ", 2.0 % of 61 GB since step 6"."""
     size = f"{whole / 1e9:.3g} GB" if whole >= 1e9 else f"{whole / 1e6:.3g} MB"
     return f", {read / whole:.1%} of {size} since step {since}".replace("%", " %")
-
-
-def note_delta(summary: Summary, result: PullResult, asked: bool) -> None:
-    """Puts in *summary* what a pull has read of a step, if not all. asked: for deltas."""
-    summary.whole_because = result.whole_because
-    if asked and not result.whole_because:
-        summary.bytes, summary.whole = result.patch_bytes, result.bytes
-        summary.since = result.base_step
 
 
 class Progress:

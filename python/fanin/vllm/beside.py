@@ -28,7 +28,7 @@ from typing import Any
 from fanin.engine.clients import incarnations_of, is_outlived
 from fanin.engine.copies import laid_out, room_of, span
 from fanin.engine.deltas import Asking
-from fanin.engine.landing import Landing, Progress, Summary, note_delta
+from fanin.engine.landing import Landing, Progress, Summary
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.engine.updates import Updates
 from fanin.engine.weights_state import require_host_room
@@ -249,17 +249,10 @@ class Prefetch:
         result, relayed = self._result, ""
         if self._trainer.relay is not None:
             relayed = f" with relays ({result.path_reason})"
-        summary = Summary(
-            bytes=result.bytes,
-            tensors=result.tensors,
-            read=result.read,
-            install=time.monotonic() - start,
-            path=f"{result.path}{relayed}, read ahead into {self._shadow.place}",
-            restarts=result.restarts,
-            worlds={str(result.world_id)},
-            incarnations=self._incarnations,
-        )
-        note_delta(summary, result, self._shadow.asked)
+        summary = Summary({str(result.world_id)}, self._incarnations)
+        summary.add(result, self._shadow.asked)
+        summary.install = time.monotonic() - start
+        summary.path += f"{relayed}, read ahead into {self._shadow.place}"
         return summary
 
     def cancel(self) -> None:

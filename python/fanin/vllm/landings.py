@@ -27,7 +27,7 @@ from fanin._records import PullResult
 from fanin._tensors import PackedTensors, Shard, pack
 from fanin.engine.copies import Copies, laid_out, room_of, span
 from fanin.engine.deltas import Asking
-from fanin.engine.landing import Landing, Progress, Summary, lend, note_delta
+from fanin.engine.landing import Landing, Progress, Summary, lend
 from fanin.engine.trainers import Published, Trainer, left
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
@@ -103,12 +103,8 @@ class LoaderLanding(Landing):
         progress = Progress(step, sum(sizes[name] for name in self._names))
 
         def came(result: PullResult) -> None:
-            summary.read += result.read
             progress.add(result.bytes)
-            summary.bytes += result.bytes
-            summary.tensors += result.tensors
-            summary.restarts += result.restarts
-            summary.path = result.path
+            summary.add(result)
             summary.came_from(trainer.client, result)
 
         writing()
@@ -341,10 +337,9 @@ class MappedLanding(Landing):
         """The loader's part first: what comes after all modules is the mapped part's to do."""
         import torch
 
-        loaded = Summary()
+        summary = Summary()
         if self._loader is not None:
-            loaded = self._loader.pull(trainer, step, deadline, writing)
-        summary = Summary(worlds=set(loaded.worlds), incarnations=dict(loaded.incarnations))
+            summary = self._loader.pull(trainer, step, deadline, writing)
         asked = self._asking is not None and self.holds_steps
         attempt = self._changed if asked else self._attempt
         with torch.no_grad():
@@ -359,14 +354,11 @@ class MappedLanding(Landing):
             start = time.monotonic()
             self._finish()
             summary.install += time.monotonic() - start
-        summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
-        summary.read = result.read
-        note_delta(summary, result, asked)
+        summary.add(result, asked)
         summary.came_from(trainer.client, result)
         if len(summary.worlds) > 1:
             raise _launches(step)
-        fields = ("bytes", "tensors", "read", "install", "restarts")
-        return replace(summary, **{f: getattr(summary, f) + getattr(loaded, f) for f in fields})
+        return summary
 
     def reach(self, trainer: Trainer, deadline: float) -> None:
         self._begin(trainer, None, deadline, None).abandon()
