@@ -666,30 +666,14 @@ def _attributes(*owners: Any) -> list[tuple[str, Any]]:
 
 @contextmanager
 def _kept(module: Any, method: Any) -> Iterator[None]:
-    """Puts a module back as it is now: attributes, tables, and what its tensors point to."""
-    mine, theirs = dict(module.__dict__), dict(method.__dict__)
-    tables = {name: type(module.__dict__[name])(module.__dict__[name]) for name in _TABLES}
-    memory = [
-        (tensor, tensor.data, dict(tensor.__dict__))
-        for table in ("_parameters", "_buffers")
-        for tensor in tables[table].values()
-        if tensor is not None
-    ]
+    """Puts a module and its method back as they are now, and what the tensors point to."""
+    state, theirs = ModelState(module), dict(method.__dict__)
     try:
         yield
     finally:
-        for owner, then in ((module, mine), (method, theirs)):
-            owner.__dict__.clear()
-            owner.__dict__.update(then)
-        for name, table in tables.items():
-            now = module.__dict__[name]
-            now.clear()
-            now.update(table)
-        for tensor, data, attributes in memory:
-            tensor.__dict__.clear()
-            tensor.__dict__.update(attributes)
-            if tensor.data_ptr() != data.data_ptr():
-                tensor.data = data
+        method.__dict__.clear()
+        method.__dict__.update(theirs)
+        state.restore()
 
 
 # ------------------------------------------------------------------ the whole model
