@@ -20,7 +20,6 @@ import pytest
 import slots_engine
 import torch
 from fanin.engine import jobs
-from fanin.engine.lora_places import file_name
 from fanin.engine.pulls import catalog_digest, version_of
 from fanin.engine.slot_images import Image, Layout
 from fanin.errors import RequestError
@@ -392,19 +391,6 @@ def test_a_layout_that_is_not_what_vllm_loads_is_refused(
     prove(slots.loader, Image(layout), request(1, directory, e))
     with pytest.raises(RequestError, match=f"{first.path}.{first.leaf}"):
         prove(slots.loader, Image(wrong), request(1, directory, e))
-
-
-@pytest.mark.parametrize(
-    ("published_name", "in_file"),
-    [
-        ("model.q_proj.lora_A.default.weight", "base_model.model.model.q_proj.lora_A.weight"),
-        ("base_model.model.m.lora_B.weight", "base_model.model.m.lora_B.weight"),
-        ("module.m.embed.lora_embedding_A.a", "base_model.model.m.embed.lora_embedding_A"),
-        ("m._orig_mod.q.lora_B.x.weight", "base_model.model.m.q.lora_B.weight"),
-    ],
-)
-def test_names_in_files(published_name: str, in_file: str) -> None:
-    assert file_name(published_name) == in_file
 
 
 # ----------------------------------------------------------------------------- a worker's jobs

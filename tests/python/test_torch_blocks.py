@@ -270,6 +270,8 @@ PATHS = [
     "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
     "model.layers.0.self_attn.q_proj.lora_A.default.weight",
     "module.base_model.model.x.lora_A.default.weight",
+    "module.model.x.lora_A.default.weight",
+    "module.m.embed.lora_embedding_A.a",
     "base_model.model.embed.lora_embedding_A.default",
     "base_model.model.embed.lora_embedding_B",
     "base_model.model.x.lora_magnitude_vector.default.weight",

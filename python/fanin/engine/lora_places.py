@@ -8,16 +8,11 @@ before any bytes move, with the names and shapes of the catalog.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-_WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
-)
-_WITH_LEAF = re.compile(r"\.(lora_[AB])\.[^.]+\.(weight|bias)$")
-_BARE = re.compile(r"\.(lora_embedding_[AB])\.[^.]+$")
-_PREFIX = "base_model.model."
+from fanin.torch import on_disk
+
 FUSED = ".base_layer"
 
 #: The module and whether it is of lora_A, by a name of PEFT's file. Raises ValueError.
@@ -30,13 +25,6 @@ class Width(NamedTuple):
 
     into: tuple[int, ...] = ()
     out: tuple[int, ...] = ()
-
-
-def file_name(published: str) -> str:
-    """The name that a published tensor has in PEFT's file."""
-    name = _WRAPPERS.sub("", published).removeprefix("module.")
-    name = _BARE.sub(r".\1", _WITH_LEAF.sub(r".\1.\2", name))
-    return name if name.startswith(_PREFIX) else _PREFIX + name
 
 
 # ------------------------------------------------------------------------- the comparison
@@ -67,7 +55,7 @@ def judge(
     halves: dict[str, dict[bool, tuple[int, Sequence[int]]]] = {}
     for number, (published, shape) in enumerate(tensors):
         try:
-            module, is_a = parse(file_name(published))
+            module, is_a = parse(on_disk(published))
         except ValueError:
             absent[str(number)] = "no tensor of a LoRA layer"
             continue

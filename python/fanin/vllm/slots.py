@@ -26,12 +26,12 @@ from fanin._digest import box_digests
 from fanin._dtypes import dtype_bits, torch_dtype
 from fanin._served import scaled
 from fanin._tensors import Shard
-from fanin.engine.lora_places import file_name
 from fanin.engine.slot_images import Image, Layout, Part
 from fanin.errors import RequestError, StateError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
 from fanin.mapping._held import Told
+from fanin.torch import on_disk
 from fanin.vllm import patches
 
 
@@ -214,7 +214,7 @@ class _Recorder:
         self._mapper = _mapper(self._manager)
         self._helper = PEFTHelper.from_dict(dict(config))
         self._trace = Trace(published, dtype=dtype, about=about)
-        self._files = {entry.name: file_name(entry.name) for entry in published}
+        self._files = {entry.name: on_disk(entry.name) for entry in published}
         spec = self._manager.moe_ep_load_spec
         #: By layer: names of published tensors, each with its module.
         self._layers: dict[str, dict[str, tuple[str, bool]]] = {}
@@ -326,10 +326,10 @@ def prove(loader: Any, image: Image, request: Any) -> None:
         names = {
             e.name for m in image.layout.mapping.modules for leaf in m.leaves for e in leaf.sources
         }
-        strange = [name for name in names if file_name(name) not in there]
+        strange = [name for name in names if on_disk(name) not in there]
         if strange:
-            raise unfitting(f"the file has no {file_name(strange[0])}")
-        image.read(lambda name: file.get_tensor(file_name(name)))
+            raise unfitting(f"the file has no {on_disk(strange[0])}")
+        image.read(lambda name: file.get_tensor(on_disk(name)))
     image.finish()
     lora = type(loader)._load_adapter(loader, request)
     manager = copy.copy(loader._adapter_manager)
