@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fanin._dtypes import torch_types
-from fanin.engine.copies import Copies
+from fanin.engine.copies import Copies, laid_out, room_of
 from fanin.mapping import Mapping
-from fanin.mapping._boxes import packed_strides
+from fanin.mapping._held import view_of
 from fanin.server import Stream
 
-_ALIGNED = 256  # bytes
 _TYPES = torch_types()
 
 
@@ -53,23 +52,6 @@ class Layout:
         """Those of the mapping, in the order of the parts."""
         for module in self.mapping.modules:
             yield from module.leaves
-
-
-class _Place(NamedTuple):
-    """Of a tensor in an allocation that holds several."""
-
-    dtype: Any
-    shape: tuple[int, ...]
-    #: Elements.
-    stride: tuple[int, ...]
-    #: Bytes from the allocation's first.
-    at: int
-
-    def of(self, room: Any) -> Any:
-        size = self.dtype.itemsize
-        count = torch.Size(self.shape).numel() * size
-        flat = room[self.at : self.at + count].view(self.dtype)
-        return flat.as_strided(self.shape, self.stride)
 
 
 class _Fill:
@@ -106,6 +88,17 @@ def _fill_of(
     return fill
 
 
+def _layouts_of(layout: Layout) -> Iterator[tuple[tuple[int, str], Any]]:
+    """Tensors without memory: as each part lands, and as slots get it, if that is otherwise."""
+    for number, (part, leaf) in enumerate(zip(layout.parts, layout.leaves(), strict=True)):
+        dtype = _TYPES[leaf.dtype]
+        steps = [step // dtype.itemsize for step in leaf.stride]
+        landed = torch.empty_strided(leaf.shape, steps, dtype=dtype, device="meta")
+        yield (number, "landed"), landed
+        if dtype != part.dtype or not landed.is_contiguous():
+            yield (number, "final"), torch.empty(leaf.shape, dtype=part.dtype, device="meta")
+
+
 class Image:
     """One adapter of one worker, in the layout of its slots, in a GPU's memory or in the host's.
 
@@ -131,38 +124,20 @@ class Image:
         #: From the GPU to the host: nobody will fill it.
         self.leaving = False
         self._stream = None if device is None else torch.cuda.Stream(device)
-        self._bytes = 0
-        self._places = list(self._laid_out())
-        size, where = self._bytes, device or "cpu"
+        self._layouts = dict(_layouts_of(layout))
+        size, where = room_of(self._layouts.values()), device or "cpu"
         self._bind(torch.empty(size, dtype=torch.uint8, device=where, pin_memory=pinned))
         leaves = zip(layout.parts, layout.leaves(), self._ready, strict=True)
         #: Where a pull lands; None once it has been moved to the host.
         self._landed = {(part.path, leaf.name): here for part, leaf, (_, here, _) in leaves}
         self.packed: Any = layout.mapping.pack(self._landed)
 
-    def _laid_out(self) -> Iterator[tuple[Part, _Place, _Place]]:
-        """Each part, where it lands, and where slots get it from: often the same place."""
-        for part, leaf in zip(self.layout.parts, self.layout.leaves(), strict=True):
-            dtype = _TYPES[leaf.dtype]
-            steps = tuple(step // dtype.itemsize for step in leaf.stride)
-            order = packed_strides(leaf.shape)
-            here = final = self._place(dtype, leaf.shape, steps)
-            turned = any(n > 1 and a != b for n, a, b in zip(leaf.shape, steps, order, strict=True))
-            if dtype != part.dtype or turned:
-                final = self._place(part.dtype, leaf.shape, order)
-            yield part, here, final
-
-    def _place(self, dtype: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Place:
-        at = self._bytes
-        size = torch.Size(shape).numel() * dtype.itemsize
-        self._bytes += -(-size // _ALIGNED) * _ALIGNED
-        return _Place(dtype, shape, stride, at)
-
     def _bind(self, room: Any) -> None:
+        tensors = laid_out(room, self._layouts)
         ready = []
-        for part, here, final in self._places:
-            landed = here.of(room)
-            ready.append((part, landed, landed if final is here else final.of(room)))
+        for number, part in enumerate(self.layout.parts):
+            here = tensors[number, "landed"]
+            ready.append((part, here, tensors.get((number, "final"), here)))
         with self._lock:  # the engine may be reading them
             self._room = room
             #: The part, what lands, what is copied.
@@ -210,16 +185,13 @@ class Image:
                     self._read(leaf, self._landed[module.path, leaf.name], tensors)
 
     def _read(self, leaf: Any, here: Any, tensors: Callable[[str], Any]) -> None:
-        size = here.element_size()
         for source in leaf.sources:
             whole = tensors(source.name)
             for piece in source.pieces:
                 box = tuple(
                     slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True)
                 )
-                steps = [step // size for step in piece.stride]
-                at = here.storage_offset() + piece.at // size
-                here.as_strided(piece.extent, steps, at).copy_(whole[box])
+                view_of(here, piece).copy_(whole[box])
 
     def finish(self) -> None:
         """After a pull: types, order and scaling as vLLM's own load makes them."""
@@ -232,7 +204,7 @@ class Image:
 
     def to_host(self) -> None:
         """From the GPU, for good: slots get it from pinned memory from now on. Any thread."""
-        room = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=True)
+        room = torch.empty(self._room.numel(), dtype=torch.uint8, pin_memory=True)
         with self._alone():
             room.copy_(self._room, non_blocking=True)
         self._bind(room)
