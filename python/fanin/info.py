@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fanin._files import unique_fields, write_synced, write_whole
 from fanin.errors import FaninError, HostError, NotFoundError, PullTimeoutError, RequestError
 from fanin.names import MAX_STEP, check_run
 
@@ -465,15 +466,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the field {key!r} is there twice")
-        result[key] = value
-    return result
-
-
 def read_info(path: str | os.PathLike[str]) -> TrainerInfo:
     """Reads a nixl_info.json; *path* is the file or the directory that holds it.
 
@@ -500,7 +492,7 @@ def read_info(path: str | os.PathLike[str]) -> TrainerInfo:
     if len(content) > _MAX_FILE:
         raise RequestError.make(f"{file}: larger than {_MAX_FILE} bytes", "check the path")
     try:
-        root = json.loads(content.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        root = json.loads(content.decode("utf-8"), object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as error:
         raise RequestError.make(
             f"{file}: no valid JSON: {error}", "if it was cut off, let the trainer write it again"
@@ -519,13 +511,6 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def _write(directory: Path, content: bytes) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path, marker = directory / INFO_NAME, directory / MARKER_NAME
@@ -535,16 +520,10 @@ def _write(directory: Path, content: bytes) -> Path:
         _sync_directory(directory)
     except FileNotFoundError:
         pass
-    temporary = directory / f".{INFO_NAME}.{os.getpid()}.{os.urandom(4).hex()}"
-    try:
-        _write_synced(temporary, content)
-        os.rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, content)
     # The name of the file is on disk before the marker's can be, also after a power cut.
     _sync_directory(directory)
-    _write_synced(marker, b"")
+    write_synced(marker, b"")
     _sync_directory(directory)
     return path
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from fanin import _ffi
 from fanin._dtypes import DTYPES, NARROWED, dtype_bits
+from fanin._files import unique_fields, write_whole
 from fanin.errors import RequestError
 from fanin.mapping._boxes import TooManyBoxesError, coverage, memory_of
 from fanin.mapping._mapping import About, Fill, Leaf, Mapping, Module, Piece, Source
@@ -81,31 +80,7 @@ def _leaf(leaf: Leaf) -> dict[str, Any]:
 
 def save(mapping: Mapping, path: str | os.PathLike[str]) -> None:
     """See :meth:`Mapping.save`."""
-    target = Path(path)
-    data = encoded(mapping)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object; of a key that is there twice readers would take one or the other."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = counts.most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} is there twice in one object")
-    return made
+    write_whole(Path(path), encoded(mapping))
 
 
 def load(path: str | os.PathLike[str]) -> Mapping:
@@ -120,7 +95,7 @@ def load(path: str | os.PathLike[str]) -> Mapping:
     """
     data = Path(path).read_bytes()
     try:
-        document = json.loads(data, object_pairs_hook=_once)
+        document = json.loads(data, object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as error:
         raise RequestError.make(
             f"{path} is no mapping: {error}", "save the mapping again", phase="mapping"
