@@ -58,6 +58,10 @@ class FullTrainer(LiveTrainer):
         self._world.do("publish", step=step)
         self.published = step
 
+    def gather(self, directory: Path) -> None:
+        """Has torch gather the model and saves it there, as transformers does."""
+        self._world.do("gather", directory=str(directory))
+
     def write_outside(self) -> None:
         """The mistake: a write outside of updating()."""
         self._world.do("write_outside")
