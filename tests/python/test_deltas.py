@@ -111,7 +111,11 @@ def test_step_0_once_more_is_told_as_what_it_read(
     whole.add(first, True)
     patched.add(again, True)
     plain.add(again)
+    after_whole = Summary()  # a part that has no place comes whole before the part that has one
+    after_whole.add(first)
+    after_whole.add(again, True)
     held = first.bytes
+    assert after_whole.bytes == held
     assert (whole.bytes, patched.bytes, patched.since, plain.bytes) == (held, 0, 0, held)
     assert ", 0.0 % of 0.48 MB since step 0 in" in str(patched)
     assert ", 0 bytes of patches since step 0, " in caplog.text

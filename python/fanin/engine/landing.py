@@ -65,15 +65,15 @@ class Summary(Origin):
 
     def add(self, result: PullResult, asked: bool = False) -> None:
         """What one more pull has brought; asked: for deltas."""
-        self.bytes += result.bytes
+        patched = asked and not result.whole_because
+        self.bytes += result.patch_bytes if patched else result.bytes
         self.tensors += result.tensors
         self.read += result.read
         self.restarts += result.restarts
         self.path = result.path
         self.whole_because = result.whole_because
-        if asked and not result.whole_because:
-            self.bytes, self.whole = result.patch_bytes, result.bytes
-            self.since = result.base_step
+        if patched:
+            self.whole, self.since = result.bytes, result.base_step
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, which JSON has too."""
