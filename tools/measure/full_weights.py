@@ -196,7 +196,8 @@ class Member:
     """A rank or a worker: what both do in the broadcasting way."""
 
     def __init__(self, options: dict[str, Any], index: int):
-        self.options, self.agent = options, None
+        self.options = options
+        self.agent: Any = None
         self.model = smaller(MODELS[options["model"]], options["layers"], options["divide"])
         self.shapes = published(self.model)
         self.device = on(options, index)
@@ -256,8 +257,10 @@ class Agent:
     def __init__(self, name: str, device: torch.device):
         from nixl._api import nixl_agent, nixl_agent_config
 
-        self.nixl = nixl_agent(name, nixl_agent_config(True, False, 0))
-        self.kind = "VRAM" if device.type == "cuda" else "DRAM"
+        self._nixl = nixl_agent(name, nixl_agent_config(True, False, 0))
+        self._kind = "VRAM" if device.type == "cuda" else "DRAM"
+        self._reads: list[Any] = []
+        self.index = device.index or 0
 
     def register(self, tensors: Iterable[torch.Tensor]) -> None:
         """Each storage once."""
@@ -266,10 +269,34 @@ class Agent:
             (at, one.untyped_storage().nbytes(), one.device.index or 0, "")
             for at, one in storages.items()
         ]
-        self.nixl.register_memory(self.nixl.get_reg_descs(listed, self.kind))
+        self._nixl.register_memory(self._nixl.get_reg_descs(listed, self._kind))
 
-    def descriptors(self, listed: list[tuple[int, int, int]]) -> Any:
-        return self.nixl.get_xfer_descs(listed, self.kind)
+    def told(self, table: list[Any]) -> dict[str, Any]:
+        """What a reader has to know, and where it finds what."""
+        metadata = self._nixl.get_agent_metadata().hex()
+        return {"metadata": metadata, "index": self.index, "table": table}
+
+    def prepare(self, rank: dict[str, Any], pairs: list[tuple[int, int, int]]) -> None:
+        """One READ of a rank: addresses here and there, and sizes."""
+        peer = self._nixl.add_remote_agent(bytes.fromhex(rank["metadata"]))
+        ends = [
+            self._nixl.get_xfer_descs([(pair[end], pair[2], index) for pair in pairs], self._kind)
+            for end, index in enumerate((self.index, rank["index"]))
+        ]
+        self._reads.append(self._nixl.initialize_xfer("READ", *ends, peer))
+
+    def read(self) -> dict[str, Any]:
+        """Posts all READs, waits for all."""
+        left = self._reads
+        start = time.perf_counter()
+        for read in left:
+            self._nixl.transfer(read)
+        while left:
+            states = [self._nixl.check_xfer_state(read) for read in left]
+            if "ERR" in states:
+                raise RuntimeError("a READ failed")
+            left = [read for read, state in zip(left, states, strict=True) if state == "PROC"]
+        return {"seconds": time.perf_counter() - start}
 
 
 class Rank(Member):
@@ -356,14 +383,12 @@ class Rank(Member):
     def nixl_serve(self) -> dict[str, Any]:
         self.agent = Agent(f"rank{self.rank}", self.device)
         self.agent.register(self.rows.values())
-        return {
-            "metadata": self.agent.nixl.get_agent_metadata().hex(),
-            "shards": [
+        return self.agent.told(
+            [
                 (self.first[name], rows.data_ptr(), 2 * rows.numel())
                 for name, rows in self.rows.items()
-            ],
-            "index": self.device.index or 0,
-        }
+            ]
+        )
 
     def nccl(self) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -394,7 +419,7 @@ class Worker(Member):
     """An engine's worker: fused parameters that pulls and broadcasts fill."""
 
     def __init__(self, options: dict[str, Any]):
-        self.rank, self.reads = options["worker"], []
+        self.rank = options["worker"]
         super().__init__(options, -options["tp"] + self.rank)
         self.parameters: list[torch.Tensor] = []
         self.parts: list[Part] = []
@@ -468,34 +493,19 @@ class Worker(Member):
         start = time.perf_counter()
         self.agent = Agent("worker", self.device)
         self.agent.register(self.parameters)
-        here = self.device.index or 0
         for rank in ranks:
-            peer = self.agent.nixl.add_remote_agent(bytes.fromhex(rank["metadata"]))
-            to, of = [], []
-            shards = dict(zip(self.shapes, rank["shards"], strict=True))
+            pairs = []
+            shards = dict(zip(self.shapes, rank["table"], strict=True))
             for part in self.parts:
                 first, address, size = shards[part.name]
                 if size:
                     at = part.view.data_ptr() + 2 * part.view.stride(0) * first
-                    to.append((at, size, here))
-                    of.append((address, size, rank["index"]))
-            descriptors = self.agent.descriptors
-            self.reads.append(
-                self.agent.nixl.initialize_xfer("READ", descriptors(to), descriptors(of), peer)
-            )
+                    pairs.append((at, address, size))
+            self.agent.prepare(rank, pairs)
         return {"seconds": time.perf_counter() - start}
 
     def nixl(self) -> dict[str, Any]:
-        nixl, left = self.agent.nixl, self.reads
-        start = time.perf_counter()
-        for read in self.reads:
-            nixl.transfer(read)
-        while left:
-            states = [nixl.check_xfer_state(read) for read in left]
-            if "ERR" in states:
-                raise RuntimeError("a READ failed")
-            left = [read for read, state in zip(left, states, strict=True) if state == "PROC"]
-        return {"seconds": time.perf_counter() - start}
+        return dict(self.agent.read())
 
     def poison(self) -> None:
         for value in self.parameters:

@@ -11,50 +11,43 @@ a warm pull of everything. Run it in one go with `nixl-fetch bench`, alternating
         --shape moe --world-size 8 --rounds 3
 
 With --gpus N the worker is on the last of N GPUs, and the ranks on the others.
+Needs PyTorch and the package (PYTHONPATH).
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
+import pathlib
 import statistics
 import subprocess
-import sys
-import time
+import tempfile
+from typing import Any
+
+from full_weights import Agent, ask, child, torch
+from worlds import Child
+
+HERE = pathlib.Path(__file__).resolve()
 
 
-def adapter_shapes(tool, shape):
-    """(bytes of a row, rows) of every tensor, as the tool's own stand-in trainer serves them."""
-    with subprocess.Popen(
-        [
-            tool,
-            "serve",
-            "--adapter-shape",
-            shape,
-            "--world-size",
-            "1",
-            "--base-port",
-            "0",
-            "--json",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
+def shapes_of(tool: str, shape: str) -> list[tuple[int, int]]:
+    """Bytes of a row and rows of every tensor, as the tool's own stand-in trainer serves them."""
+    words = ["serve", "--adapter-shape", shape, "--world-size", "1", "--base-port", "0", "--json"]
+    with subprocess.Popen([tool, *words], stdout=subprocess.PIPE, text=True) as server:
         try:
-            ready = json.loads(server.stdout.readline())
-            listed = subprocess.run(
-                [tool, "list", ready["target"], "--run", "0", "--json"],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
+            assert server.stdout is not None
+            target = json.loads(server.stdout.readline())["target"]
+            listed = told(tool, "list", target, "--run", "0")
         finally:
             server.terminate()
-    keys = json.loads(listed)["keys"]
-    return [(k["bytes"] // k["shape"][0], k["shape"][0]) for k in keys]
+    return [(key["bytes"] // key["shape"][0], key["shape"][0]) for key in listed["keys"]]
 
 
-def shard_sizes(shapes, world, rank):
+def told(*words: str) -> Any:
+    return json.loads(subprocess.run([*words, "--json"], check=True, stdout=subprocess.PIPE).stdout)
+
+
+def shard_sizes(shapes: list[tuple[int, int]], world: int, rank: int) -> list[int]:
     """Bytes this rank holds of each tensor (torch.chunk on dimension 0), empty ones left out."""
     sizes = []
     for row, rows in shapes:
@@ -65,132 +58,89 @@ def shard_sizes(shapes, world, rank):
     return sizes
 
 
-def place(gpus, rank, world):
-    """PyTorch's device of a rank; rank None: of the worker."""
-    if not gpus:
-        return "cpu"
-    return f"cuda:{gpus - 1 if rank is None else rank * (gpus - 1) // world}"
+class Member:
+    """A rank or the worker: an arena, and NIXL's agent."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        gpus, world, self.rank = options["gpus"], options["world"], options.get("rank", -1)
+        place = "cpu"
+        if gpus:
+            place = f"cuda:{gpus - 1 if self.rank < 0 else self.rank * (gpus - 1) // world}"
+        self.world, self.device = world, torch.device(place)
+        self.agent = Agent(f"member{self.rank}", self.device)
+
+    def make(self, size: int) -> int:
+        """The arena; its address."""
+        self.arena = torch.full((size,), self.rank + 1, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.agent.register([self.arena])
+        return int(self.arena.data_ptr())
 
 
-def serve(shapes, world, rank, gpus, pipe):
-    import torch
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    sizes = shard_sizes(shapes, world, rank)
-    device = place(gpus, rank, world)
-    arena = torch.full((sum(sizes),), rank + 1, dtype=torch.uint8, device=device)
-    if gpus:
-        torch.cuda.synchronize(device)
-    agent = nixl_agent(f"rank{rank}", nixl_agent_config(True, False, 0))
-    agent.register_memory(arena)
-    at, table = arena.data_ptr(), []
-    for size in sizes:
-        table.append((at, size))
-        at += size
-    pipe.send((agent.get_agent_metadata(), arena.get_device() if gpus else 0, table))
-    pipe.recv()
-
-
-def prepare(pipes, gpus):
-    """One prepared READ a rank; returns a function that runs them all and gives seconds."""
-    import torch
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    agent = nixl_agent("worker", nixl_agent_config(True, False, 0))
-    ranks = [pipe.recv() for pipe in pipes]
-    total = sum(size for *_, table in ranks for _, size in table)
-    arena = torch.zeros(total, dtype=torch.uint8, device=place(gpus, None, len(ranks)))
-    kind, own = ("VRAM", arena.get_device()) if gpus else ("DRAM", 0)
-    agent.register_memory(arena)
-    handles, at = [], arena.data_ptr()
-    for metadata, device, table in ranks:
-        peer = agent.add_remote_agent(metadata)
-        here = []
-        for _, size in table:
-            here.append((at, size, own))
+class Rank(Member):
+    def serve(self, shapes: list[tuple[int, int]]) -> dict[str, Any]:
+        sizes = shard_sizes(shapes, self.world, self.rank)
+        at, table = self.make(sum(sizes)), []
+        for size in sizes:
+            table.append((at, size))
             at += size
-        there = [(address, size, device) for address, size in table]
-        handles.append(
-            agent.initialize_xfer(
-                "READ", agent.get_xfer_descs(here, kind), agent.get_xfer_descs(there, kind), peer
-            )
-        )
-
-    def pull():
-        start = time.perf_counter()
-        for handle in handles:
-            agent.transfer(handle)
-        left = handles
-        while left:
-            left = [h for h in left if agent.check_xfer_state(h) == "PROC"]
-        return time.perf_counter() - start
-
-    def proven():
-        return bool((arena > 0).all())
-
-    return pull, proven, total
+        return self.agent.told(table)
 
 
-def nixl_round(shapes, world, gpus, result):
-    """In a process of its own, which ends with NIXL's busy threads before anything else runs."""
-    context = multiprocessing.get_context("spawn")
-    pairs = [context.Pipe() for _ in range(world)]
-    processes = [
-        context.Process(target=serve, args=(shapes, world, r, gpus, pairs[r][1]))
-        for r in range(world)
-    ]
-    for process in processes:
-        process.start()
-    pull, proven, total = prepare([a for a, _ in pairs], gpus)
-    pull()
-    seconds = [pull() for _ in range(5)]
-    result.send((seconds, total, proven()))
-    for process in processes:
-        process.kill()
-        process.join()
-    os._exit(0)  # NIXL's threads may outlive the interpreter's patience
+class Worker(Member):
+    def prepare(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        total = sum(size for rank in ranks for _, size in rank["table"])
+        at = self.make(total)
+        for rank in ranks:
+            pairs = []
+            for address, size in rank["table"]:
+                pairs.append((at, address, size))
+                at += size
+            self.agent.prepare(rank, pairs)
+        self.agent.read()
+        return {"bytes": total}
+
+    def pull(self) -> dict[str, Any]:
+        return self.agent.read()
+
+    def proven(self) -> dict[str, Any]:
+        return {"proven": bool((self.arena > 0).all())}
 
 
-def over_nixl(shapes, world, gpus):
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=nixl_round, args=(shapes, world, gpus, there))
-    process.start()
-    seconds, total, proven = here.recv()
-    process.join()
-    if not proven:
-        sys.exit("NIXL's bytes did not arrive")
-    return seconds, total
+def over_nixl(shapes: list[tuple[int, int]], world: int, gpus: int) -> tuple[list[float], int]:
+    """Seconds of five pulls, and bytes. In processes that end, with NIXL's busy threads, before
+    anything else runs."""
+    common = {"world": world, "gpus": gpus}
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="peer-nixl-") as folder:
+        try:
+            for role in [{"rank": rank} for rank in range(world)] + [{"worker": 0}]:
+                name = "".join(map(str, *role.items()))
+                children.append(Child(name, str(HERE), common | role, pathlib.Path(folder)))
+            for one in children:
+                one.expect("here")
+            total = ask(children[-1:], "prepare", ranks=ask(children[:-1], "serve", shapes=shapes))
+            seconds = [children[-1].do("pull")["seconds"] for _ in range(5)]
+            if not children[-1].do("proven")["proven"]:
+                raise SystemExit("NIXL's bytes did not arrive")
+        finally:
+            for one in children:
+                one.close()
+    return seconds, total[0]["bytes"]
 
 
-def ours(tool, shape, world, gpus, path):
-    where = []
+def ours(tool: str, shape: str, world: int, gpus: int, path: str) -> Any:
+    words = ["--adapter-shape", shape, "--world-size", str(world), "--path", path]
     if gpus:
-        where = ["--device", ",".join(map(str, range(gpus - 1))), "--dest", f"device:{gpus - 1}"]
-    out = subprocess.run(
-        [
-            tool,
-            "bench",
-            "--adapter-shape",
-            shape,
-            "--world-size",
-            str(world),
-            "--path",
-            path,
-            *where,
-            "--iterations",
-            "11",
-            "--json",
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    return json.loads(out)
+        words += ["--device", ",".join(map(str, range(gpus - 1))), "--dest", f"device:{gpus - 1}"]
+    return told(tool, "bench", *words, "--iterations", "11")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    if child(Rank, Worker):
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nixl-fetch", required=True)
     parser.add_argument("--shape", default="dense")
     parser.add_argument("--world-size", type=int, default=8)
@@ -200,8 +150,9 @@ def main():
     options = parser.parse_args()
 
     paths = (options.paths or ("cuda_ipc" if options.gpus else "stream,cma")).split(",")
-    shapes = adapter_shapes(options.nixl_fetch, options.shape)
-    times, total = {"nixl": []}, 0
+    shapes = shapes_of(options.nixl_fetch, options.shape)
+    times: dict[str, list[float]] = {"nixl": []}
+    total = 0
     for _ in range(options.rounds):
         seconds, total = over_nixl(shapes, options.world_size, options.gpus)
         times["nixl"] += seconds
