@@ -82,14 +82,6 @@ static placed_box *add_box(engine_layout *l)
     return &l->boxes[l->count++];
 }
 
-static size_t add_parameter(engine_layout *l)
-{
-    l->parameters = output_room(l->parameters, l->n_parameters, &l->parameter_capacity,
-                                sizeof l->parameters[0]);
-    l->parameters[l->n_parameters] = (placed_parameter){.bytes = 0};
-    return l->n_parameters++;
-}
-
 /* Of so many of the tensor's elements, packed. */
 static uint64_t engine_tensor_bytes(const fanin_tensor *t, const uint64_t *extent)
 {
@@ -99,23 +91,23 @@ static uint64_t engine_tensor_bytes(const fanin_tensor *t, const uint64_t *exten
     return bits / 8;
 }
 
-/* Tensor number @p i whole, in a parameter of its own; nothing of an empty one. */
-static void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors,
-                                    size_t i)
+/* Every tensor whole, in a parameter of its own; nothing of an empty one. */
+static void lay_out_whole(engine_layout *l, const fanin_tensor *tensors, size_t count)
 {
-    uint64_t bytes = engine_tensor_bytes(&tensors[i], tensors[i].shape);
-    if (bytes > 0) {
-        size_t parameter = add_parameter(l);
-        placed_box *b = add_box(l);
-        b->tensor = i;
-        b->parameter = parameter;
-        memcpy(b->box.extent, tensors[i].shape, sizeof b->box.extent);
-        l->parameters[parameter].bytes = bytes;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bytes = engine_tensor_bytes(&tensors[i], tensors[i].shape);
+        if (bytes > 0) {
+            placed_box *b = add_box(l);
+            b->tensor = i;
+            b->at = l->size;
+            memcpy(b->box.extent, tensors[i].shape, sizeof b->box.extent);
+            l->size += aligned(bytes);
+        }
     }
 }
 
 /* Tensors without a box go; the others get theirs. Boxes ascend by tensor. */
-static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
+static void give_boxes(arena *a, const engine_layout *l)
 {
     size_t kept = 0, next = 0;
     a->boxes = output_require(calloc(l->count + 1, sizeof a->boxes[0]));
@@ -125,7 +117,7 @@ static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
         for (; next < l->count && l->boxes[next].tensor == i; next++) {
             const placed_box *b = &l->boxes[next];
             a->boxes[next] = b->box;
-            a->boxes[next].address = a->memory + begin[b->parameter] + b->at;
+            a->boxes[next].address = a->memory + b->at;
             a->bytes += engine_tensor_bytes(&t, b->box.extent);
             t.n_boxes++;
         }
@@ -138,30 +130,13 @@ static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
     a->count = kept;
 }
 
-/* Memory for parameters, and boxes in it. */
-static fanin_status bench_arena_lay_out(arena *a, const engine_layout *l,
-                                        fanin_error *error)
-{
-    uint64_t *begin = output_require(calloc(l->n_parameters + 1, sizeof begin[0]));
-    for (size_t i = 0; i < l->n_parameters; i++) {
-        begin[i] = a->size;
-        a->size += aligned(l->parameters[i].bytes);
-    }
-    fanin_status status = make_memory(a, error);
-    if (status == FANIN_OK)
-        give_boxes(a, l, begin);
-    free(begin);
-    return status;
-}
-
-/* As @p mapping says; NULL: every tensor whole, in a parameter of its own. */
-static fanin_status bench_arena_layout_of(const arena *a, const char *mapping,
-                                          engine_layout *out, fanin_error *error)
+/* As @p mapping says; NULL: every tensor whole. */
+static fanin_status lay_out(const arena *a, const char *mapping, engine_layout *out,
+                            fanin_error *error)
 {
     mapping_file m;
     if (mapping == NULL) {
-        for (size_t i = 0; i < a->count; i++)
-            engine_layout_add_whole(out, a->tensors, i);
+        lay_out_whole(out, a->tensors, a->count);
         return FANIN_OK;
     }
     fanin_status status = mapping_read(mapping, &m, error);
@@ -180,16 +155,17 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     *out = (arena){.device = device, .half = half};
     fanin_status status = fanin_client_catalog(client, publication, NULL, timeout_ms,
                                                bench_arena_on_entry, out, error);
-    if (status != FANIN_OK)
-        return status;
-    status = bench_arena_layout_of(out, mapping, &l, error);
+    if (status == FANIN_OK)
+        status = lay_out(out, mapping, &l, error);
+    out->size = l.size;
+    if (status == FANIN_OK)
+        status = make_memory(out, error);
     if (status == FANIN_OK) {
-        status = bench_arena_lay_out(out, &l, error);
-        engine_layout_free(&l);
+        give_boxes(out, &l);
+        status = fanin_destination_create(out->tensors, out->count, &out->into, error);
     }
-    return status == FANIN_OK
-               ? fanin_destination_create(out->tensors, out->count, &out->into, error)
-               : status;
+    engine_layout_free(&l);
+    return status;
 }
 
 void arena_free(arena *a)
@@ -246,7 +222,6 @@ fanin_status arena_spoil(arena *a, fanin_error *error)
 void engine_layout_free(engine_layout *l)
 {
     free(l->boxes);
-    free(l->parameters);
     *l = (engine_layout){.boxes = NULL};
 }
 
@@ -294,22 +269,15 @@ static uint64_t narrowed(uint64_t bytes, uint32_t from, uint32_t to)
            (to / 8); /* whole elements, as the mapping was checked */
 }
 
-static void place_source(engine_layout *l, const fanin_tensor *tensors,
-                         const fanin_tensor *t, const mapping_tensor *parameter,
-                         const mapping_source *s)
+/* @p begin: of the parameter. */
+static void place_source(engine_layout *l, uint64_t begin, size_t tensor, uint32_t from,
+                         uint32_t to, const mapping_source *s)
 {
-    uint32_t from = element_bits(parameter->dtype);
-    uint32_t to = element_bits(t->dtype);
-    size_t index = l->n_parameters - 1;
-    uint64_t span = narrowed(parameter->span, from, to);
-    placed_parameter *p = &l->parameters[index];
-    p->bytes = span > p->bytes ? span : p->bytes;
     for (size_t i = 0; i < s->n_boxes; i++) {
         const mapping_box *b = &s->boxes[i];
         placed_box *out = add_box(l);
-        out->tensor = (size_t)(t - tensors);
-        out->parameter = index;
-        out->at = narrowed(b->at, from, to);
+        out->tensor = tensor;
+        out->at = begin + narrowed(b->at, from, to);
         memcpy(out->box.offset, b->offset, sizeof b->offset);
         memcpy(out->box.extent, b->extent, sizeof b->extent);
         for (uint32_t d = 0; d < s->n_dims; d++)
@@ -323,30 +291,39 @@ static int by_tensor(const void *a, const void *b)
     const placed_box *y = b;
     if (x->tensor != y->tensor)
         return x->tensor < y->tensor ? -1 : 1;
-    return (x->parameter > y->parameter) - (x->parameter < y->parameter);
+    return (x->at > y->at) - (x->at < y->at);
+}
+
+/* Behind those that were placed. */
+static fanin_status place_parameter(engine_layout *l, const fanin_tensor *tensors,
+                                    const fanin_tensor **sorted, size_t count,
+                                    const mapping_tensor *p, fanin_error *error)
+{
+    const uint64_t begin = l->size;
+    for (size_t i = 0; i < p->n_sources; i++) {
+        const fanin_tensor *t = find_tensor(sorted, count, &p->sources[i], error);
+        if (t == NULL)
+            return error->status;
+        uint32_t from = element_bits(p->dtype), to = element_bits(t->dtype);
+        uint64_t end = begin + aligned(narrowed(p->span, from, to));
+        l->size = end > l->size ? end : l->size;
+        place_source(l, begin, (size_t)(t - tensors), from, to, &p->sources[i]);
+    }
+    return FANIN_OK;
 }
 
 static fanin_status place_module(engine_layout *l, const fanin_tensor *tensors,
                                  const fanin_tensor **sorted, size_t count,
                                  const mapping_module *m, fanin_error *error)
 {
+    fanin_status status = FANIN_OK;
     if (m->fallback != NULL)
         return failure_set(error, FANIN_ERR_MISMATCH, "give a mapping of boxes alone",
                            "module '%s' needs the engine's loader: %s", m->path,
                            m->fallback);
-    for (size_t i = 0; i < m->n_tensors; i++) {
-        const mapping_tensor *parameter = &m->tensors[i];
-        if (parameter->n_sources > 0)
-            add_parameter(l);
-        for (size_t j = 0; j < parameter->n_sources; j++) {
-            const mapping_source *s = &parameter->sources[j];
-            const fanin_tensor *t = find_tensor(sorted, count, s, error);
-            if (t == NULL)
-                return error->status;
-            place_source(l, tensors, t, parameter, s);
-        }
-    }
-    return FANIN_OK;
+    for (size_t i = 0; status == FANIN_OK && i < m->n_tensors; i++)
+        status = place_parameter(l, tensors, sorted, count, &m->tensors[i], error);
+    return status;
 }
 
 fanin_status engine_layout_of_mapping(const fanin_tensor *tensors, size_t count,

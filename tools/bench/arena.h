@@ -46,26 +46,20 @@ void *arena_map(uint64_t size);
 /** A box of a tensor and its place. */
 typedef struct placed_box {
     size_t tensor;
-    fanin_box box;    /**< address NULL; strides all 0: packed */
-    size_t parameter; /**< where it is, and from which byte on */
-    uint64_t at;
+    fanin_box box; /**< address NULL; strides all 0: packed */
+    uint64_t at;   /**< from the first parameter's first byte on */
 } placed_box;
-
-typedef struct placed_parameter {
-    uint64_t bytes;
-} placed_parameter;
 
 typedef struct engine_layout {
     placed_box *boxes; /**< ascending by tensor */
     size_t count, capacity;
-    placed_parameter *parameters;
-    size_t n_parameters, parameter_capacity;
+    uint64_t size; /**< of all parameters and what lies between them */
 } engine_layout;
 
 /**
- * The parameters that a mapping tells. A parameter that is wider than what is published lies beside
- * itself, as narrow. FANIN_ERR_MISMATCH: the tensors are not those that were recorded, or a module
- * needs the engine's loader; names it.
+ * The parameters that a mapping tells, one behind the other. A parameter that is wider than what is
+ * published lies beside itself, as narrow. FANIN_ERR_MISMATCH: the tensors are not those that were
+ * recorded, or a module needs the engine's loader; names it.
  */
 fanin_status engine_layout_of_mapping(const fanin_tensor *tensors, size_t count,
                                       const mapping_file *m, engine_layout *out,

@@ -10,7 +10,6 @@
 #include "trainer/trainer_options.h"
 
 #include <jansson.h>
-#include <pthread.h>
 
 enum {
     BENCH_MAX_ITERATIONS = 100000,
@@ -109,14 +108,12 @@ void about_make(int argc, const char **argv, about *out);
 void about_devices(about *a);
 void about_free(about *a);
 
-/** A further rank of the engine, which pulls its part at the same time. */
+/** A rank of the engine. All of them pull at the same time. */
 typedef struct bench_worker {
+    struct bench *bench;
     session session;
-    arena arena;
+    arena arena; /**< with --mapping of its part, else of all tensors */
     /* one pull */
-    pthread_t thread;
-    bool running;
-    const fanin_pull_options *options;
     fanin_result_info info;
     fanin_status status;
     fanin_error error;
@@ -132,15 +129,13 @@ typedef struct bench {
 
     rank_options rank_options;
     source source;
-    ranks *ranks; /**< NULL: ranks that run already */
-    char *target; /**< theirs, or of our own ranks */
-    session session;
-    bool directory;  /**< dest is one */
-    int dest_device; /**< of memory; DEVICE_HOST: the host's */
+    ranks *ranks;      /**< NULL: ranks that run already */
+    char *target;      /**< theirs, or of our own ranks */
+    bench_worker *all; /**< `workers` of them; NULL: not yet */
+    bool directory;    /**< dest is one */
+    int dest_device;   /**< of memory; DEVICE_HOST: the host's */
     fanin_dtype half;
-    arena arena; /**< of the engine's first rank, or of all tensors */
-    bench_worker *others;
-    size_t n_others;
+    fanin_pull_options options; /**< of the pull that is under way */
     check_pattern pattern;
     bench_samples samples;
     bench_limits limits;
@@ -155,13 +150,11 @@ typedef struct bench {
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error);
 
-/** Memory and a client for each further rank of the engine. 0, or an exit status after a message.
+/** A client that is connected. 0, or an exit status after a message. session_end() in either case.
     */
+int bench_connect(const bench *b, session *s);
+/** A client and memory for each rank of the engine. 0, or an exit status after a message. */
 int bench_open_workers(bench *b);
-/** Whose part it is: of b->arena for rank 0, else of b->others[rank - 1]. Errors as arena_make().
-    */
-fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
-                              arena *out, fanin_error *error);
 void bench_close_workers(bench *b);
 
 /** All that was measured, on stdout. */

@@ -71,7 +71,7 @@ static void limits_add_rank(pieces *p, pid_t pid, const rank_extent *shards,
 
 int bench_together(void *(*work)(void *), void *items, size_t size, uint32_t n)
 {
-    pthread_t threads[2 * MAX_THREADS];
+    pthread_t *threads = output_require(calloc(n + 1, sizeof *threads));
     uint32_t started = 1;
     int failed = 0;
     for (; started < n && failed == 0; started += failed == 0) {
@@ -81,6 +81,7 @@ int bench_together(void *(*work)(void *), void *items, size_t size, uint32_t n)
     work(items);
     for (uint32_t i = 1; i < started; i++)
         pthread_join(threads[i], NULL);
+    free(threads);
     return failed;
 }
 

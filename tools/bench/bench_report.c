@@ -312,7 +312,7 @@ static void set_about(const bench *b, json_t *o)
                json_boolean(b->verify), "pull_dtype", output_string(b->pull_dtype),
                "spare_file", json_boolean(b->spare_file), "pause_ns",
                output_u64((uint64_t)b->pause * 1000000), "secured",
-               json_boolean(session_is_secured(&b->session)), "no_unix",
+               json_boolean(session_is_secured(&b->all[0].session)), "no_unix",
                json_boolean(b->line.connect.no_unix), "checksums",
                json_boolean(!b->line.connect.no_checksums), NULL);
 }
@@ -331,7 +331,7 @@ void bench_tell_json(const bench *b)
     }
     output_set(
         o, "tensors", output_u64(b->last.tensors), "bytes", output_u64(b->last.bytes),
-        "world_size", output_u64(b->session.target.count), "destination",
+        "world_size", output_u64(b->all[0].session.target.count), "destination",
         output_string(b->dest != NULL ? b->dest : "memory"), "device",
         output_string(b->trainer.device), "path",
         output_string(fanin_path_name(b->last.path)), "path_reason",
@@ -376,7 +376,7 @@ static void add_limits(const bench *b, struct libscols_table *table)
 static void tell_head(const bench *b)
 {
     printf("%" PRIu64 " tensors, %s, %u ranks%s%s%s, to %s\n", b->last.tensors,
-           output_bytes(b->last.bytes).s, b->session.target.count,
+           output_bytes(b->last.bytes).s, b->all[0].session.target.count,
            b->trainer.device != NULL ? " on devices " : "",
            b->trainer.device != NULL ? b->trainer.device : "",
            b->trainer.snapshot ? ", snapshots" : "",

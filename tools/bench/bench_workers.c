@@ -14,92 +14,88 @@
 
 /* ------------------------------------------------------------------ their memory */
 
-fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
-                              arena *out, fanin_error *error)
+int bench_connect(const bench *b, session *s)
 {
-    return arena_make(s->client, s->publication, b->line.common.timeout_ms,
-                      b->dest_device, b->half,
-                      b->mappings != NULL ? b->mappings[rank] : NULL, out, error);
+    int code = session_start(s, b->self, &b->line, b->target, b->line.run);
+    code = code != 0 ? code : session_need_run(s);
+    return code != 0 ? code : session_connect(s, b->line.common.timeout_ms);
 }
 
 int bench_open_workers(bench *b)
 {
-    b->n_others = (size_t)b->workers - 1;
-    b->others = output_require(calloc(b->n_others + 1, sizeof b->others[0]));
-    for (size_t i = 0; i < b->n_others; i++)
-        b->others[i].arena.device = DEVICE_HOST;
-    for (size_t i = 0; i < b->n_others; i++) {
-        bench_worker *w = &b->others[i];
+    int code = 0;
+    b->all = output_require(calloc((size_t)b->workers, sizeof b->all[0]));
+    for (int i = 0; i < b->workers; i++)
+        b->all[i] = (bench_worker){.bench = b, .arena.device = DEVICE_HOST};
+    for (int i = 0; code == 0 && i < b->workers; i++) {
+        bench_worker *w = &b->all[i];
         fanin_error error = FANIN_ERROR_INIT;
-        int code =
-            session_start(&w->session, b->self, &b->line, b->target, b->line.run);
-        code =
-            code != 0 ? code : session_connect(&w->session, b->line.common.timeout_ms);
-        if (code == 0 && bench_make_arena(b, &w->session, (uint32_t)i + 1, &w->arena,
-                                          &error) != FANIN_OK)
+        code = bench_connect(b, &w->session);
+        if (code == 0 && !b->directory &&
+            arena_make(w->session.client, w->session.publication,
+                       b->line.common.timeout_ms, b->dest_device, b->half,
+                       b->mappings != NULL ? b->mappings[i] : NULL, &w->arena,
+                       &error) != FANIN_OK)
             code = failure_report("cannot pull", &error);
-        if (code != 0)
-            return code;
     }
-    interrupt_install(b->session.client); /* whose pull ends, ends the others' */
-    return 0;
+    if (code == 0)
+        interrupt_install(b->all[0].session.client); /* whose pull ends, ends all */
+    return code;
 }
 
 void bench_close_workers(bench *b)
 {
-    for (size_t i = 0; i < b->n_others; i++) {
-        session_end(&b->others[i].session);
-        arena_free(&b->others[i].arena);
+    for (int i = 0; b->all != NULL && i < b->workers; i++) {
+        session_end(&b->all[i].session);
+        arena_free(&b->all[i].arena);
     }
-    free(b->others);
-    b->others = NULL;
-    b->n_others = 0;
+    free(b->all);
+    b->all = NULL;
 }
 
 /* --------------------------------------------------------------------- their pulls */
 
+/* Its texts end with @p result; of the first one the path's reason is kept. */
+static void take_result(bench *b, const fanin_result *result, bool first,
+                        fanin_result_info *info)
+{
+    fanin_result_get(result, info);
+    if (first)
+        snprintf(b->reason, sizeof b->reason, "%s",
+                 info->path_reason != NULL ? info->path_reason : "");
+    info->path_reason = info->ranks_json = NULL;
+}
+
+/* Warm, a worker has described its memory long ago; a new one does it first of all. */
 static void *bench_worker_work(void *cookie)
 {
     bench_worker *w = cookie;
+    bench *b = w->bench;
+    const arena *a = &w->arena;
     fanin_result *result = NULL;
     w->error = (fanin_error)FANIN_ERROR_INIT;
     w->info = (fanin_result_info){.struct_size = sizeof w->info};
-    w->status = fanin_client_pull_into(w->session.client, w->options, w->arena.into,
-                                       &result, &w->error);
-    if (w->status == FANIN_OK) {
-        fanin_result_get(result, &w->info);
-        w->info.path_reason = w->info.ranks_json = NULL;
-    }
+    w->status = b->cold ? fanin_client_pull(w->session.client, &b->options, a->tensors,
+                                            a->count, &result, &w->error)
+                        : fanin_client_pull_into(w->session.client, &b->options,
+                                                 a->into, &result, &w->error);
+    if (w->status == FANIN_OK)
+        take_result(b, result, w == b->all, &w->info);
+    for (int i = 0; w->status != FANIN_OK && i < b->workers; i++)
+        if (&b->all[i] != w)
+            fanin_client_cancel(b->all[i].session.client);
     fanin_result_free(&result);
     return NULL;
 }
 
-static fanin_status bench_worker_start(bench *b, const fanin_pull_options *options,
-                                       fanin_error *error)
+/* The first failure that is not only the end that another one made. */
+static fanin_status find_failure(const bench *b, fanin_error *error)
 {
-    for (size_t i = 0; i < b->n_others; i++) {
-        bench_worker *w = &b->others[i];
-        w->options = options;
-        w->running = pthread_create(&w->thread, NULL, bench_worker_work, w) == 0;
-        if (!w->running)
-            return failure_set(error, FANIN_ERR_LIMIT, "raise ulimit -u",
-                               "no thread for rank %zu of the engine", i + 1);
-    }
-    return FANIN_OK;
-}
-
-/* Waits for all; the first error counts. */
-static fanin_status bench_worker_join(bench *b, fanin_status status, fanin_error *error)
-{
-    for (size_t i = 0; i < b->n_others; i++) {
-        bench_worker *w = &b->others[i];
-        if (w->running && status != FANIN_OK)
-            fanin_client_cancel(w->session.client);
-        if (w->running) {
-            pthread_join(w->thread, NULL);
-            w->running = false;
-        }
-        if (status == FANIN_OK && w->status != FANIN_OK) {
+    fanin_status status = FANIN_OK;
+    for (int i = 0; i < b->workers; i++) {
+        const bench_worker *w = &b->all[i];
+        if (w->status != FANIN_OK &&
+            (status == FANIN_OK || status == FANIN_ERR_CANCELLED)) {
             *error = w->error;
             status = w->status;
         }
@@ -107,90 +103,58 @@ static fanin_status bench_worker_join(bench *b, fanin_status status, fanin_error
     return status;
 }
 
-static void bench_worker_add(const bench *b, fanin_result_info *info)
+/* The slowest one's, with tensors, bytes and reads of all. */
+static void bench_sum_up(const bench *b, fanin_result_info *info)
 {
-    uint64_t tensors = info->tensors, bytes = info->bytes, reads = info->reads;
-    for (size_t i = 0; i < b->n_others; i++) {
-        const fanin_result_info *other = &b->others[i].info;
-        tensors += other->tensors;
-        bytes += other->bytes;
-        reads += other->reads;
-        if (other->total_ns > info->total_ns)
-            *info = *other;
+    uint64_t tensors = 0, bytes = 0, reads = 0;
+    for (int i = 0; i < b->workers; i++) {
+        const fanin_result_info *one = &b->all[i].info;
+        tensors += one->tensors;
+        bytes += one->bytes;
+        reads += one->reads;
+        if (i == 0 || one->total_ns > info->total_ns)
+            *info = *one;
     }
     info->tensors = tensors;
     info->bytes = bytes;
     info->reads = reads;
 }
 
-static fanin_status check_arena(const bench *b, arena *a, uint64_t step,
-                                fanin_error *error)
+static fanin_status check_arena(const bench *b, bench_worker *w, fanin_error *error)
 {
     const uint8_t *memory;
-    fanin_status status = arena_read(a, &memory, error);
+    const arena *a = &w->arena;
+    fanin_status status = arena_read(&w->arena, &memory, error);
     for (size_t i = 0; status == FANIN_OK && i < a->count; i++) {
         const fanin_tensor *t = &a->tensors[i];
         for (size_t j = 0; status == FANIN_OK && j < t->n_boxes; j++) {
             const uint8_t *address = t->boxes[j].address;
-            status = check_box(&b->pattern, b->session.publication, t, &t->boxes[j],
-                               step, memory + (address - a->memory), error);
+            status = check_box(&b->pattern, w->session.publication, t, &t->boxes[j],
+                               w->info.step, memory + (address - a->memory), error);
         }
     }
     return status;
 }
 
-static fanin_status spoil(bench *b, fanin_error *error)
-{
-    fanin_status status = arena_spoil(&b->arena, error);
-    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++)
-        status = arena_spoil(&b->others[i].arena, error);
-    return status;
-}
-
-static fanin_status check_all(bench *b, uint64_t step, fanin_error *error)
-{
-    fanin_status status = check_arena(b, &b->arena, step, error);
-    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++)
-        status = check_arena(b, &b->others[i].arena, b->others[i].info.step, error);
-    return status;
-}
-
-/* Warm, a worker has described its memory long ago; a new one does it first of all. */
-static fanin_status bench_worker_pull(const bench *b, const fanin_pull_options *options,
-                                      fanin_result **result, fanin_error *error)
-{
-    const arena *a = &b->arena;
-    return b->cold ? fanin_client_pull(b->session.client, options, a->tensors, a->count,
-                                       result, error)
-                   : fanin_client_pull_into(b->session.client, options, a->into, result,
-                                            error);
-}
-
-/* All ranks of the engine pull at once; info is the slowest one's, but for tensors, bytes and
-   reads, which are of all. The first one's ranks_json and path_reason are kept in b. */
-static fanin_status pull_workers(bench *b, const fanin_pull_options *options,
-                                 bool check, fanin_result_info *info,
+/* All ranks of the engine pull at once. */
+static fanin_status pull_workers(bench *b, bool check, fanin_result_info *info,
                                  fanin_error *error)
 {
-    fanin_result *result = NULL;
-    fanin_status status = check ? spoil(b, error) : FANIN_OK;
+    fanin_status status = FANIN_OK;
+    for (int i = 0; check && status == FANIN_OK && i < b->workers; i++)
+        status = arena_spoil(&b->all[i].arena, error);
     if (status != FANIN_OK)
         return status;
-    status = bench_worker_start(b, options, error);
+    if (bench_together(bench_worker_work, b->all, sizeof b->all[0],
+                       (uint32_t)b->workers) != 0)
+        return failure_set(error, FANIN_ERR_LIMIT, "raise ulimit -u",
+                           "no thread for each of the engine's %d ranks", b->workers);
+    status = find_failure(b, error);
     if (status == FANIN_OK)
-        status = bench_worker_pull(b, options, &result, error);
-    if (status == FANIN_OK) {
-        fanin_result_get(result, info);
-        snprintf(b->reason, sizeof b->reason, "%s",
-                 info->path_reason != NULL ? info->path_reason : "");
-        info->path_reason = info->ranks_json = NULL;
-    }
-    fanin_result_free(&result);
-    uint64_t step = info->step;
-    status = bench_worker_join(b, status, error);
-    if (status == FANIN_OK)
-        bench_worker_add(b, info);
-    return status == FANIN_OK && check ? check_all(b, step, error) : status;
+        bench_sum_up(b, info);
+    for (int i = 0; check && status == FANIN_OK && i < b->workers; i++)
+        status = check_arena(b, &b->all[i], error);
+    return status;
 }
 
 /* Removes a directory that a pull of this bench made: never what a link leads to. */
@@ -210,56 +174,41 @@ static void bench_worker_remove_directory(const char *path)
     rmdir(path);
 }
 
-/* One pull into a directory; @p path is what it makes. */
-static fanin_status bench_worker_pull_directory(bench *b,
-                                                const fanin_pull_options *options,
-                                                const char *path, bool check,
-                                                fanin_result_info *info,
-                                                fanin_error *error)
+/* One pull into a directory, which is removed again. */
+static fanin_status bench_pull_directory(bench *b, bool check, fanin_result_info *info,
+                                         fanin_error *error)
 {
     fanin_result *result = NULL;
     uint64_t checked;
-    fanin_status status = (options_is_model(options->publication)
-                               ? fanin_client_pull_model
-                               : fanin_client_pull_adapter)(b->session.client, options,
-                                                            path, &result, error);
+    char path[4096];
+    const char *publication = b->options.publication;
+    snprintf(path, sizeof path, "%s/fanin-bench-%016" PRIx64 "-%" PRIu64, b->dest,
+             b->mark, b->serial++);
+    fanin_status status = (options_is_model(publication) ? fanin_client_pull_model
+                                                         : fanin_client_pull_adapter)(
+        b->all[0].session.client, &b->options, path, &result, error);
     bool made = status == FANIN_OK; /* else what lies there is somebody's */
-    if (made) {
-        fanin_result_get(result, info);
-        snprintf(b->reason, sizeof b->reason, "%s",
-                 info->path_reason != NULL ? info->path_reason : "");
-        info->path_reason = info->ranks_json = NULL;
-    }
+    if (made)
+        take_result(b, result, true, info);
     if (made && check)
-        status = check_directory(&b->pattern, path, options->publication, info->step,
-                                 &checked, error);
+        status = check_directory(&b->pattern, path, publication, info->step, &checked,
+                                 error);
     if (made)
         bench_worker_remove_directory(path);
     fanin_result_free(&result);
     return status;
 }
 
-/* What the command line says of each pull. */
-static void pull_options(const bench *b, fanin_pull_options *out)
-{
-    fanin_pull_options_init(out, sizeof *out);
-    out->publication = b->session.publication;
-    out->timeout_ms = b->line.common.timeout_ms;
-    out->dtype = b->half;
-    out->spare_file = b->spare_file != 0;
-    out->verify = b->verify != 0;
-}
-
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error)
 {
-    fanin_pull_options options;
-    char path[4096];
-    pull_options(b, &options);
+    fanin_pull_options *options = &b->options;
+    fanin_pull_options_init(options, sizeof *options);
+    options->publication = b->all[0].session.publication;
+    options->timeout_ms = b->line.common.timeout_ms;
+    options->dtype = b->half;
+    options->spare_file = b->spare_file != 0;
+    options->verify = b->verify != 0;
     *info = (fanin_result_info){.struct_size = sizeof *info};
-    if (!b->directory)
-        return pull_workers(b, &options, check, info, error);
-    snprintf(path, sizeof path, "%s/fanin-bench-%016" PRIx64 "-%" PRIu64, b->dest,
-             b->mark, b->serial++);
-    return bench_worker_pull_directory(b, &options, path, check, info, error);
+    return (b->directory ? bench_pull_directory : pull_workers)(b, check, info, error);
 }

@@ -21,10 +21,9 @@ enum { START_MS = 300000 };
 static int pull_cold(bench *b, fanin_result_info *info)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    session_end(&b->session);
+    session_end(&b->all[0].session);
     uint64_t start = clock_ns();
-    int code = session_start(&b->session, b->self, &b->line, b->target, b->line.run);
-    code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
+    int code = bench_connect(b, &b->all[0].session);
     uint64_t connected = clock_ns() - start;
     if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK)
         code = failure_report("cannot pull", &error);
@@ -86,25 +85,25 @@ static void measure_links(bench *b, uint64_t most)
     uint32_t half = stream_threads(b, all);
     uint32_t counts[] = {1, half, all};
     bool tcp = b->line.connect.no_unix != 0;
+    const arena *a = &b->all[0].arena;
     const size_t n = sizeof counts / sizeof counts[0];
     for (size_t i = 0, last = 0; i < n && !interrupt_requested(); i++) {
         if (counts[i] > last) {
-            bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most,
-                           counts[i]);
+            bench_raw_read(&b->limits, &b->rank_options, b->ranks, a, most, counts[i]);
             last = counts[i];
         }
     }
     if (interrupt_requested())
         return;
     if (tcp)
-        bench_tcp(&b->limits, &b->arena, 1);
+        bench_tcp(&b->limits, a, 1);
     if (tcp && half > 1)
-        bench_tcp(&b->limits, &b->arena, half);
-    bool tls = tcp && session_is_secured(&b->session);
+        bench_tcp(&b->limits, a, half);
+    bool tls = tcp && session_is_secured(&b->all[0].session);
     if (tls)
-        bench_cipher(&b->limits, b->arena.size, 1);
+        bench_cipher(&b->limits, a->size, 1);
     if (tls && half > 1)
-        bench_cipher(&b->limits, b->arena.size, half);
+        bench_cipher(&b->limits, a->size, half);
 }
 
 /* What can be said without this library of the bytes that were pulled. */
@@ -113,7 +112,7 @@ static void measure_limits(bench *b)
     bench_spread spread = {0};
     bool host = b->dest_device == DEVICE_HOST;
     bool devices = b->trainer.device != NULL;
-    uint64_t most = b->mappings != NULL ? b->arena.bytes : UINT64_MAX;
+    uint64_t most = b->mappings != NULL ? b->all[0].arena.bytes : UINT64_MAX;
     if (b->ranks != NULL)
         bench_spread_of(&b->rank_options, &spread);
     if (devices)
@@ -126,7 +125,7 @@ static void measure_limits(bench *b)
     if (host && !devices && b->ranks != NULL)
         measure_links(b, most);
     if (host && !interrupt_requested())
-        bench_memcpy(&b->limits, &b->arena);
+        bench_memcpy(&b->limits, &b->all[0].arena);
 }
 
 /* Ranks of snapshots make some commits at first, which are timed; others stay with their first
@@ -185,18 +184,12 @@ static int start_ranks(bench *b)
     return code;
 }
 
-/* Destination and pattern. */
-static int bench_prepare(bench *b)
+static int ask_pattern(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    uint32_t timeout_ms = b->line.common.timeout_ms;
-    const session *s = &b->session;
-    fanin_status status = FANIN_OK;
-    if (!b->directory)
-        status = bench_make_arena(b, s, 0, &b->arena, &error);
-    if (status == FANIN_OK)
-        status = check_ask(s->client, s->publication, timeout_ms, &b->pattern, &error);
-    if (status != FANIN_OK)
+    const session *s = &b->all[0].session;
+    if (check_ask(s->client, s->publication, b->line.common.timeout_ms, &b->pattern,
+                  &error) != FANIN_OK)
         return failure_report("cannot pull", &error);
     if (b->check_all && !b->pattern.follows)
         return failure_local(
@@ -209,11 +202,8 @@ static int bench_all(bench *b)
 {
     uint32_t rounds = (uint32_t)b->repeat;
     bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds);
-    int code = session_start(&b->session, b->self, &b->line, b->target, b->line.run);
-    code = code != 0 ? code : session_need_run(&b->session);
-    code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
-    code = code != 0 ? code : bench_prepare(b);
-    code = code != 0 || b->workers == 1 ? code : bench_open_workers(b);
+    int code = bench_open_workers(b);
+    code = code != 0 ? code : ask_pattern(b);
     for (uint32_t round = 0; code == 0 && round < rounds; round++)
         code = bench_measure(b);
     b->peak_bytes = report_peak_bytes();
@@ -322,10 +312,8 @@ static void close_all(bench *b)
 {
     about_free(&b->about);
     bench_close_workers(b);
-    session_end(&b->session);
     ranks_free(&b->ranks);
     source_close(&b->source);
-    arena_free(&b->arena);
     bench_samples_free(&b->samples);
     free(b->target);
 }
@@ -383,8 +371,7 @@ static int bench_run(const command *self, int argc, const char **argv)
                     .iterations = 10,
                     .repeat = 1,
                     .commits = 20,
-                    .dest_device = DEVICE_HOST,
-                    .arena.device = DEVICE_HOST};
+                    .dest_device = DEVICE_HOST};
     int code;
     trainer_options_init(&whole.trainer);
     if (session_parse(self, &whole.line, argc, argv, option_table, &code)) {

@@ -27,7 +27,7 @@ static const fanin_tensor attention[] = {
 enum { N_ATTENTION = sizeof attention / sizeof attention[0] };
 
 static mapping_box transposed = {
-    .extent = {HIDDEN, INNER}, .at = 64, .stride = {4, 4 * HIDDEN}};
+    .extent = {HIDDEN, INNER}, .at = 1024, .stride = {4, 4 * HIDDEN}};
 static mapping_source source = {.name = "model.layers.0.mlp.down_proj.weight",
                                 .dtype = FANIN_DTYPE_BF16,
                                 .n_dims = 2,
@@ -36,7 +36,7 @@ static mapping_source source = {.name = "model.layers.0.mlp.down_proj.weight",
                                 .n_boxes = 1};
 static mapping_tensor wide = {.name = "w",
                               .dtype = FANIN_DTYPE_F32,
-                              .span = 64 + 4 * HIDDEN * INNER,
+                              .span = 1024 + 4 * HIDDEN * INNER,
                               .sources = &source,
                               .n_sources = 1};
 static mapping_module module = {.path = "model.a", .tensors = &wide, .n_tensors = 1};
@@ -49,10 +49,10 @@ TEST(a_mapping_says_where)
     assert_int_equal(l.count, 1);
     assert_int_equal(l.boxes[0].tensor, 1);
     /* BF16 beside a parameter of F32: half as wide */
-    assert_int_equal(l.boxes[0].at, 32);
+    assert_int_equal(l.boxes[0].at, 512);
     assert_int_equal(l.boxes[0].box.stride[0], 2);
     assert_int_equal(l.boxes[0].box.stride[1], 2 * HIDDEN);
-    assert_int_equal(l.parameters[0].bytes, 32 + 2 * HIDDEN * INNER);
+    assert_int_equal(l.size, 1024); /* 608 and what lies behind it */
     engine_layout_free(&l);
 }
 
