@@ -14,19 +14,13 @@
 /* For all that is asked, and for a rank that does not answer. */
 enum { PATIENCE_MS = 1500, RANK_MS = PATIENCE_MS / 3, MAX_PUBLICATIONS = 64 };
 
-/* One of a command's options, as options_list_only() tells of it. */
-typedef struct option {
-    char name[40], value[40], description[200], letter;
-} option;
-
 /* A command line up to the word that is completed. */
 typedef struct line {
     const command *command;
-    option options[MAX_OPTIONS];
-    size_t n_options;
+    option_list list;
     const char *target, *size; /**< NULL: not given */
     int positional;            /**< words before the current one that are no options */
-    const option *wanting; /**< whose value the current word is, NULL: it is none's */
+    const struct poptOption *wanting; /**< whose value the current word is; NULL */
 } line;
 
 static void offer(const char *word, const char *prefix, const char *description)
@@ -129,7 +123,7 @@ static void offer_from_ranks(const line *line, wanted what, const char *prefix)
 
 static void offer_value(const line *line, const char *prefix)
 {
-    const char *name = line->wanting->name, *value = line->wanting->value;
+    const char *name = line->wanting->longName, *value = line->wanting->argDescrip;
     bool known = false;
     static const struct {
         const char *option;
@@ -165,58 +159,44 @@ static void offer_value(const line *line, const char *prefix)
 
 static void offer_options(const line *line, const char *prefix)
 {
-    char word[sizeof line->options[0].name + 2];
-    for (size_t i = 0; i < line->n_options; i++) {
-        snprintf(word, sizeof word, "--%s", line->options[i].name);
-        offer(word, prefix, line->options[i].description);
+    char word[64];
+    for (size_t i = 0; i < line->list.count; i++) {
+        const struct poptOption *o = &line->list.options[i];
+        snprintf(word, sizeof word, "--%s", o->longName);
+        offer(word, prefix, o->descrip);
     }
 }
 
 /* ------------------------------------------------------------------------ the line */
 
-/* Takes @p text, the listing of options_list_only(), apart. */
-static void complete_read_options(line *line, char *text)
+static void learn_options(const command *c, option_list *out)
 {
-    for (char *row = strtok(text, "\n"); row != NULL && line->n_options < MAX_OPTIONS;
-         row = strtok(NULL, "\n")) {
-        option *o = &line->options[line->n_options++];
-        const char *fields[4] = {"", "", "", ""};
-        for (size_t i = 0; i < 4 && row != NULL; i++)
-            fields[i] = strsep(&row, "\t");
-        snprintf(o->name, sizeof o->name, "%s", fields[0] + 2);
-        snprintf(o->value, sizeof o->value, "%s", fields[1]);
-        snprintf(o->description, sizeof o->description, "%s", fields[2]);
-        o->letter = fields[3][0];
+    const char *argv[] = {c->name, NULL};
+    options_list_only(out);
+    (void)c->run(c, 1, argv);
+}
+
+/* A line each: long name, what its value is called, description and letter, by tabs. */
+static void list_options(const command *c)
+{
+    option_list list = {.count = 0};
+    if (c != NULL)
+        learn_options(c, &list);
+    for (size_t i = 0; i < list.count; i++) {
+        const struct poptOption *o = &list.options[i];
+        printf("--%s\t%s\t%s\t%.1s\n", o->longName,
+               o->argDescrip != NULL ? o->argDescrip : "", o->descrip, &o->shortName);
     }
 }
 
-/* What the command prints of its options, to @p stream. */
-static int complete_list_options(const command *c, FILE *stream)
-{
-    const char *argv[] = {c->name, NULL};
-    options_list_only(stream);
-    return c->run(c, 1, argv);
-}
-
-static void learn_command(line *line)
-{
-    char *text = NULL;
-    size_t size = 0;
-    FILE *stream = output_require(open_memstream(&text, &size));
-    (void)complete_list_options(line->command, stream);
-    fclose(stream);
-    complete_read_options(line, text);
-    free(text);
-}
-
 /* The option that @p word is, if its value is the next word. */
-static const option *option_wanting(const line *line, const char *word)
+static const struct poptOption *option_wanting(const line *line, const char *word)
 {
-    for (size_t i = 0; i < line->n_options; i++) {
-        const option *o = &line->options[i];
-        bool is = word[1] == '-' ? strcmp(word + 2, o->name) == 0
-                                 : word[1] == o->letter && word[2] == '\0';
-        if (is && o->value[0] != '\0' && word[1] != '\0')
+    for (size_t i = 0; i < line->list.count; i++) {
+        const struct poptOption *o = &line->list.options[i];
+        bool is = word[1] == '-' ? strcmp(word + 2, o->longName) == 0
+                                 : word[1] == o->shortName && word[2] == '\0';
+        if (is && o->argDescrip != NULL && word[1] != '\0')
             return o;
     }
     return NULL;
@@ -226,7 +206,7 @@ static void scan(line *line, int count, const char *const *words)
 {
     for (int i = 0; i < count; i++) {
         if (line->wanting != NULL) {
-            if (strcmp(line->wanting->name, "world-size") == 0)
+            if (strcmp(line->wanting->longName, "world-size") == 0)
                 line->size = words[i];
             line->wanting = NULL;
         } else if (words[i][0] == '-') {
@@ -282,7 +262,7 @@ static void complete_line(const command *const *all, int count,
     line.command = command_find(all, words[0]);
     if (line.command == NULL)
         return;
-    learn_command(&line);
+    learn_options(line.command, &line.list);
     scan(&line, count - 2, words + 1);
     if (line.wanting != NULL)
         offer_value(&line, current);
@@ -298,8 +278,7 @@ int complete(const command *const *all, int argc, const char *const *argv)
     if (strcmp(what, "line") == 0) {
         complete_line(all, argc - 2, argv + 2);
     } else if (strcmp(what, "options") == 0) {
-        const command *found = command_find(all, argv[2]);
-        return found != NULL ? complete_list_options(found, stdout) : 0;
+        list_options(command_find(all, argv[2]));
     }
     return 0;
 }

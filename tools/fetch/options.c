@@ -15,7 +15,7 @@
 
 enum { OPTION_HELP = 0x4800, OPTION_FIRST = 0x5000 };
 
-static FILE *listing; /**< NULL: command lines are read */
+static option_list *listing; /**< NULL: command lines are read */
 
 const command *command_find(const command *const *all, const char *name)
 {
@@ -24,9 +24,9 @@ const command *command_find(const command *const *all, const char *name)
     return *all;
 }
 
-void options_list_only(FILE *stream)
+void options_list_only(option_list *list)
 {
-    listing = stream;
+    listing = list;
 }
 
 /* What numbers may be; commands may be stricter. */
@@ -263,15 +263,6 @@ const char *options_given_other(const arguments *parsed, const char *names)
     return find_given(parsed, names, false);
 }
 
-static void options_list_options(const flat_table *flat)
-{
-    for (size_t i = 0; i < flat->count; i++) {
-        const struct poptOption *o = flat->options[i];
-        fprintf(listing, "--%s\t%s\t%s\t%.1s\n", o->longName,
-                o->argDescrip != NULL ? o->argDescrip : "", o->descrip, &o->shortName);
-    }
-}
-
 /* Stores the number for one of the command's options; false after a message. */
 static bool set_number(const command *self, const struct poptOption *option,
                        const char *text)
@@ -433,7 +424,8 @@ bool options_parse(const command *self, int argc, const char **argv,
     *parsed = (arguments){.table = table};
     flatten(table, &flat);
     if (listing != NULL) {
-        options_list_options(&flat);
+        for (listing->count = 0; listing->count < flat.count; listing->count++)
+            listing->options[listing->count] = *flat.options[listing->count];
         *status_out = 0;
         return false;
     }

@@ -7,7 +7,6 @@
 
 #include <fanin/client.h>
 #include <popt.h>
-#include <stdio.h>
 #include <stdint.h>
 
 enum {
@@ -83,10 +82,14 @@ const char *options_given(const arguments *parsed, const char *names);
 /** The first option on the command line that is none of @p names; NULL: none. */
 const char *options_given_other(const arguments *parsed, const char *names);
 
-/** From now on options_parse() prints the command's options to @p stream instead: a line each,
-    its long name, what its value is called ("" if it has none), its description and its
-    letter ("" if it has none), by tabs. */
-void options_list_only(FILE *stream);
+/** A command's options, in order. */
+typedef struct option_list {
+    struct poptOption options[MAX_OPTIONS]; /**< their texts are static */
+    size_t count;
+} option_list;
+
+/** From now on options_parse() only tells the command's options, in @p list. */
+void options_list_only(option_list *list);
 
 /** Failures are told as JSON if one of the words from the second on asks for that, whatever the
     others are. */
