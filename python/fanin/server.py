@@ -284,7 +284,8 @@ class Server(ClosableHandle):
         """Announces that the weights are about to be written in place.
 
         New readers wait; running ones are waited for, at most the lease. Creates the publication.
-        Of a snapshot publication readers go on, and it returns at once.
+        Of a snapshot publication readers go on, and it returns at once. One thread writes a
+        publication: the commit of another one publishes what is half written.
 
         Raises:
             StateError: another thread is in it for the same publication, or it is paused.

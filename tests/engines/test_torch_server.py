@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gc
 import json
@@ -29,6 +30,7 @@ from fanin.info import read_info
 from fanin.server import Stream
 from fanin.torch import AdapterServer, Slice, chain, per_expert, slot
 from fanin.torch import _world as world_module
+from fanin.torch._publisher import Publisher
 from fanin.torch._world import Report, base_port_for, choose_addresses
 from models import same_tensors
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -435,6 +437,23 @@ def test_an_open_update_is_not_committed_by_another_call(pull, snapshot):
             server.publish(3)
         server.publish(2)  # the block has ended, by an exception
         assert server.runs == {"lora:0": 2}
+
+
+def test_two_calls_that_look_at_once_do_not_both_take_a_run(monkeypatch):
+    checked, others = Publisher._check_step, []
+
+    def check(self, run, step):
+        checked(self, run, step)
+        if step == 1:  # before the run is taken
+            others.append(pool.submit(server.publish, 2))
+            concurrent.futures.wait(others, timeout=0.2)
+
+    with serve(adapted()) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        server.publish(0)
+        monkeypatch.setattr(Publisher, "_check_step", check)
+        with server.updating(1), pytest.raises(StateError, match="step 1 of lora:0 is being"):
+            others[0].result(60)
+        assert server.runs == {"lora:0": 1}
 
 
 def test_steps_are_checked_before_anything_is_written():

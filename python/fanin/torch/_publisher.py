@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -39,6 +40,7 @@ from fanin.torch._writes import count_steps
 _log = logging.getLogger("fanin.torch")
 
 _MOST = 16  # patches, as the library has it
+_claims = threading.Lock()  # between looking whether a run is free and taking it
 
 Run = str | int
 Steps = int | Mapping[Run, int]
@@ -252,8 +254,8 @@ class Publisher:
                 The server does not see writes that PyTorch does not count: through ``.data`` and
                 NumPy, and by kernels that get a pointer.
         """
-        runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
+            runs = walked.enter_context(self._claimed(step))
             walked.enter_context(self._digesting(runs, digests))
             walked.enter_context(self._told_of_failure(runs))
             self._refuse_written(run for run, _ in runs)
@@ -281,8 +283,11 @@ class Publisher:
                 readable, and reads all that this rank holds once. If digesting fails, a warning
                 says why.
         """
-        runs = self._chosen(step)
-        with self._digesting(runs, digests), self._told_of_failure(runs):
+        with (
+            self._claimed(step) as runs,
+            self._digesting(runs, digests),
+            self._told_of_failure(runs),
+        ):
             self._refuse_written(run for run, _ in runs)
             changes = self._look([run for run, _ in runs])
             with self._rewriting(runs):
@@ -614,6 +619,22 @@ class Publisher:
     def _known(self) -> str:
         return ", ".join(self.runs) or "none"
 
+    @contextlib.contextmanager
+    def _claimed(self, step: Steps) -> Iterator[list[tuple[OneRun, int]]]:
+        """The runs that *step* names, which no other call updates until the body has ended."""
+        runs = self._chosen(step)
+        with self._told_of_refusal([one for one, _ in runs]), _claims:
+            for one, at in runs:
+                self._check_open(one)
+                self._check_step(one, at)
+            for one, at in runs:
+                one.writing = at
+        try:
+            yield runs
+        finally:
+            for one, _ in runs:
+                one.writing = None
+
     def _chosen(self, step: Steps) -> list[tuple[OneRun, int]]:
         if isinstance(step, Mapping):
             runs = [(self._one(run), at) for run, at in step.items()]
@@ -630,21 +651,20 @@ class Publisher:
                     f"a step alone says nothing with these runs: {self._known()}",
                     "give {run: step}",
                 )
-        with self._told_of_refusal([one for one, _ in runs]):
-            for one, at in runs:
-                if one.paused:
-                    raise StateError.make(
-                        f"{one.publication} is paused", "resume(run) it before", key=one.publication
-                    )
-                if one.writing is not None:  # its commit would publish half of what is written
-                    raise StateError.make(
-                        f"step {one.writing} of {one.publication} is being written: updating() or "
-                        "publish() has not ended",
-                        "end that call before the next one, and use a run from one thread or task",
-                        key=one.publication,
-                    )
-                self._check_step(one, at)
         return runs
+
+    def _check_open(self, run: OneRun) -> None:
+        if run.paused:
+            raise StateError.make(
+                f"{run.publication} is paused", "resume(run) it before", key=run.publication
+            )
+        if run.writing is not None:  # a commit would publish half of what is written
+            raise StateError.make(
+                f"step {run.writing} of {run.publication} is being written: updating() or "
+                "publish() has not ended",
+                "end that call before the next one, and use a run from one thread or task",
+                key=run.publication,
+            )
 
     def _check_step(self, run: OneRun, step: int) -> None:
         """Before anything is written, not when it has been."""
@@ -754,8 +774,7 @@ class Publisher:
             if (counts := run.parameters.counts(other.parameters))
         ]
         try:
-            for run, step in runs:
-                run.writing = step
+            for run, _ in runs:
                 self._wait_for_commit(run)
                 self._server.begin_update(run.publication)
                 run.parameters.take_back()
@@ -775,8 +794,6 @@ class Publisher:
                     self._server.abort_update(run.publication)
             raise
         finally:
-            for run, _ in runs:
-                run.writing = None
             for other, counts in shared:
                 other.parameters.allow(counts)
 

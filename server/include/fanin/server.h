@@ -274,7 +274,8 @@ fanin_server_set_metadata(fanin_server *server, const char *publication,
  * CUDA device. It gives up such a copy after 10 s.
  *
  * Called again during an update, it takes a new epoch and returns at once. Of a snapshot
- * publication it also returns at once: readers go on.
+ * publication it also returns at once: readers go on. The server does not know two writers apart:
+ * the commit of one publishes what the other has written so far. Write it from one thread.
  *
  * Errors:
  * - FANIN_ERR_STATE: another thread is in begin_update of the publication, or the publication is
