@@ -137,7 +137,7 @@ class SGLangServer(HttpServer):
 
     def seen(self, prompts: Sequence[Sequence[int]], count: int) -> Any:
         """What a user sees of the weights; nothing is left of what was computed before."""
-        self.post("/flush_cache")
+        self.post("/flush_cache?timeout=60")  # waits until a finished request has left its batch
         return self.output(prompts, count), self.checksums()
 
     def checksums(self) -> Any:
