@@ -91,7 +91,7 @@ def test_the_run_that_is_published_so(
     [
         ("int4", None, ("as {", "full:0 is not quantized", "full:0-fp8 is {", "ask for what is")),
         ({**BLOCK, "weight_block_size": [64, 64]}, None, ("[64, 64]", "[128, 128]")),
-        ({**BLOCK, "scale_fmt": "ue8m0"}, None, ("ue8m0", 'add_run("0-fp8", model, quantize={')),
+        ({**BLOCK, "scale_fmt": "ue8m0"}, None, ("ue8m0", 'add_run("0-fp8-2", model, quantize={')),
         ({**BLOCK, "activation_scheme": "static"}, None, ("static", "dynamic")),
         (
             *("fp8", ["layers.0"]),
@@ -114,6 +114,15 @@ def test_none_is_published_so(
         assert not [one for one in says if one not in reply["detail"]], reply["detail"]
     assert not engine.paths
     assert registry.sync(1).run == "0"
+
+
+def test_the_name_that_is_proposed_is_free(trainer: WholeTrainer, engine: FakeVLLM) -> None:
+    """Also one of another model is taken, as that of a draft."""
+    publish(trainer, "0-fp8-2", CHANNEL)
+    registry = registry_of(engine, trainer=trainer.info, init={"draft_run": "0-fp8"})
+    with pytest.raises(fanin.RequestError) as caught:
+        registry.set_quantization({**BLOCK, "scale_fmt": "ue8m0"})
+    assert 'add_run("0-fp8-3", ' in caught.value.remedy
 
 
 def test_several_are_published_so(registry: Registry, trainer: WholeTrainer) -> None:

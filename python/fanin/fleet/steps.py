@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from fanin._options import handed_on
@@ -459,6 +460,7 @@ def look_for(
     models. Raises RequestError if no run will do.
     """
     infos = [one for one in client.publications(timeout=timeout) if _is_of(one.name, run)]
+    taken = {one.name.removeprefix("full:") for one in infos}
     infos = [one for one in infos if one.name.removeprefix("full:") not in without]
     ready = {one.name for one in infos if one.state != "unpublished"}
     late = sorted({one.name for one in infos} - ready)
@@ -474,7 +476,7 @@ def look_for(
         metadata = client.metadata(name, timeout)
         found[name.removeprefix("full:")] = Published(entries, metadata, "", "")
     try:
-        return chosen(found, wanted, run)
+        return chosen(found, wanted, run, taken)
     except RequestError as error:
         if not late:
             raise
@@ -488,10 +490,13 @@ def _is_of(name: str, run: str) -> bool:
     return kind == "full" and near and not tells_digests(other)
 
 
-def chosen(published: Mapping[str, Published], wanted: Wanted, own: str) -> Run:
+def chosen(
+    published: Mapping[str, Published], wanted: Wanted, own: str, taken: Container[str]
+) -> Run:
     """The run that is quantized as *wanted*; *own*, if it is among several.
 
-    Raises RequestError that says what is published, and how to publish what is wanted.
+    Raises RequestError that says what is published, and how to publish what is wanted under a name
+    that is not *taken*.
     """
     runs = [Run(name, read_quantization(one.quantization)) for name, one in published.items()]
     fit = [one for one in runs if _fits(wanted.keys, one.quantization)]
@@ -514,7 +519,7 @@ def chosen(published: Mapping[str, Published], wanted: Wanted, own: str) -> Run:
         )
     raise RequestError.make(
         f"no run of the trainer is published as {wanted}: {'; '.join(why)}",
-        _how_to_publish(wanted, own),
+        _how_to_publish(wanted, own, taken),
         key="quantization",
     )
 
@@ -542,11 +547,14 @@ def _quantized(published: Published, skip: Sequence[str]) -> list[str]:
     return [one for one in modules if any(is_fit(entry, one) for entry in skip)]
 
 
-def _how_to_publish(wanted: Wanted, run: str) -> str:
-    if wanted.keys is None:
-        return f'publish one: server.add_run("{run}-bf16", model)'
-    if wanted.keys["quant_method"] not in _MADE:
+def _how_to_publish(wanted: Wanted, run: str, taken: Container[str]) -> str:
+    method = "bf16" if wanted.keys is None else wanted.keys["quant_method"]
+    if method not in ("bf16", *_MADE):
         return "ask for what is published; WeightServer makes " + " and ".join(_MADE)
-    how = '"fp8"' if str(wanted) == "fp8" else repr(dict(wanted.keys))
-    skip = f", skip_modules={list(wanted.skip)!r}" if wanted.skip else ""
-    return f'publish one: server.add_run("{run}-fp8", model, quantize={how}{skip})'
+    name = f"{run}-{'bf16' if wanted.keys is None else 'fp8'}"
+    free = next(one for n in count(2) for one in (name, f"{name}-{n}") if one not in taken)
+    how = ""
+    if wanted.keys is not None:
+        how = ", quantize=" + ('"fp8"' if str(wanted) == "fp8" else repr(dict(wanted.keys)))
+        how += f", skip_modules={list(wanted.skip)!r}" if wanted.skip else ""
+    return f'publish one: server.add_run("{free}", model{how})'
