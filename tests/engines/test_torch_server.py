@@ -460,9 +460,11 @@ def test_steps_are_checked_before_anything_is_written():
     model = adapted()
     with serve(model) as server:
         server.publish(3)
-        for step, message in [(3, "not above"), (-1, "no step"), (True, "no step"), ("4", "no st")]:
-            with pytest.raises(RequestError, match=message), server.updating(step):
+        none = "of lora:0 is no step.*an integer from 0 to 18446744073709551615"
+        for step, why in [(3, "not above"), *((one, none) for one in (-1, True, "4", 1 << 64))]:
+            with pytest.raises(RequestError, match=why) as caught, server.updating(step):
                 pytest.fail("the body ran")
+            assert caught.value.key == "lora:0"
         assert server.stats()["updates"] == 1
 
 
@@ -483,6 +485,9 @@ def test_several_runs(pull):
             pass
         with pytest.raises(NotFoundError, match="lora:c"):
             server.publish({"c": 1})
+        with pytest.raises(RequestError, match="lora:b is named twice in .*name it once") as caught:
+            server.publish({"a": 10, "b": 20, "lora:b": 21})
+        assert caught.value.key == "lora:b"
         server.publish({"a": 10, "b": 20})
         same_tensors(pull(server, run="a")[1], values(model, "alice"))
         same_tensors(pull(server, run="b")[1], values(model, "bob"))

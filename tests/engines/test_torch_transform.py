@@ -143,6 +143,9 @@ def test_answers_that_are_none() -> None:
         serve(model, transform=outside)
     with pytest.raises(RequestError, match=r"returned 5 for '0.packed'"):
         serve(model, transform=lambda name, module, attribute, tensor: 5)
+    named: Any = Values((4, 4), "bf16", (), lambda outs: None)
+    with pytest.raises(RequestError, match="'0.packed' the dtype 'bf16'.*torch.bfloat16"):
+        serve(model, transform=lambda name, *_: named if name == "0.packed" else None)
 
 
 def test_a_step_whose_values_cannot_be_computed_is_not_published() -> None:

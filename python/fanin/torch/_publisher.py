@@ -20,6 +20,7 @@ from fanin._served import publication_for
 from fanin._tensors import Shard
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError, first_of
 from fanin.info import TrainerInfo, join_address, secret_here, write_info
+from fanin.names import MAX_STEP
 from fanin.server import Server, Stream, publication_of
 from fanin.torch._cast import Casting
 from fanin.torch._names import NamesFunction
@@ -642,8 +643,11 @@ class Publisher:
                 raise RequestError.make(
                     "no run is named", f"give {{run: step}}; the runs are: {self._known()}"
                 )
-            if len({one.publication for one, _ in runs}) < len(runs):
-                raise RequestError.make(f"a run is named twice in {dict(step)}")
+            names = [one.publication for one, _ in runs]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise RequestError.make(
+                    f"{twice[0]} is named twice in {dict(step)}", "name it once", key=twice[0]
+                )
         else:
             runs = [(one, step) for one in self._named(None)]
             if len(runs) != 1:
@@ -668,8 +672,13 @@ class Publisher:
 
     def _check_step(self, run: OneRun, step: int) -> None:
         """Before anything is written, not when it has been."""
-        if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
-            raise RequestError.make(f"step {step!r} is no step", "give an integer from 0 on")
+        whole = not isinstance(step, bool) and hasattr(type(step), "__index__")
+        if not whole or not 0 <= step <= MAX_STEP:
+            raise RequestError.make(
+                f"step {step!r} of {run.publication} is no step",
+                f"give an integer from 0 to {MAX_STEP}",
+                key=run.publication,
+            )
         last = self._last.get(run.publication, -1)
         if step <= last:
             raise RequestError.make(

@@ -269,6 +269,12 @@ def values_of(item: Item, transform: Transform | None, tensor: Any) -> Values | 
             "return fanin.torch.Values, or None",
             key=item.name,
         )
+    if not isinstance(answer.dtype, torch.dtype):
+        raise RequestError.make(
+            f"transform gives '{item.name}' the dtype {answer.dtype!r}",
+            "give one of torch's, such as torch.bfloat16",
+            key=item.name,
+        )
     shape = tuple(answer.shape)
     for offset, extent in answer.parts:
         if not (
