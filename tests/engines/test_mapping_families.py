@@ -250,10 +250,7 @@ def test_another_tp_size_than_recorded_is_refused(engine: Any) -> None:
         one = record(made, model, published)
         with pytest.raises(fanin.RequestError, match="embed_tokens.weight' is BF16 of shape"):
             two.pack(model)
-        assert one.pack(model).groups
-    said = two.differences(one)
-    assert said[0] == "tp rank 1 of 2 and 0 of 1"
-    assert any("qkv_proj.weight' is BF16 of shape [128, 64]" in phrase for phrase in said)
+        assert one.pack(model).tensors.shards
 
 
 @pytest.mark.parametrize(

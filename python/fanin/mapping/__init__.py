@@ -7,7 +7,7 @@ no knowledge of the model or of the engine, and no list of what loaders may do::
 
     recording = fanin.mapping.record(client.catalog(run), model.load_weights, model)
     mapping = recording.mapping()           # every element once, or an error that names the tensor
-    packed = mapping.pack(model)            # onto the live parameters, grouped by module
+    packed = mapping.pack(model)            # onto the live parameters
     client.pull_into(run, packed.tensors, dtype=packed.dtype)
     packed.settle()
     mapping.save("rank0.json")              # fanin.mapping.load() reads it again
@@ -27,7 +27,6 @@ from fanin.mapping._mapping import (
     About,
     Bridge,
     Fill,
-    Group,
     Leaf,
     Mapping,
     Module,
@@ -48,7 +47,6 @@ __all__ = [
     "About",
     "Bridge",
     "Fill",
-    "Group",
     "Leaf",
     "Mapping",
     "MappingError",

@@ -12,7 +12,7 @@ from collections.abc import Mapping as Dict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fanin._dtypes import NARROWED, dtype_bits, torch_dtype, torch_types
+from fanin._dtypes import NARROWED, torch_dtype, torch_types
 from fanin._tensors import Box, PackedTensors, Shard, pack
 from fanin.errors import RequestError
 
@@ -125,19 +125,6 @@ class Module(NamedTuple):
         return found
 
 
-class Group(NamedTuple):
-    """Shards that belong together, neighbours in the packed array."""
-
-    #: Path of a module, or of the layer that modules belong to.
-    path: str
-    #: Index of the first shard.
-    first: int
-    #: How many shards.
-    tensors: int
-    #: That land.
-    bytes: int
-
-
 #: Gives the tensor of (path of the module, name of the parameter or buffer).
 Lookup = Callable[[str, str], Any]
 
@@ -160,12 +147,8 @@ class PackedMapping:
     """Shards of a mapping onto memory, packed for pulls."""
 
     tensors: PackedTensors
-    #: One a module, in the model's order.
-    groups: tuple[Group, ...]
     #: ``dtype`` of the pull: what becomes of F32; None: it stays.
     dtype: str | None
-    #: Of the memory that the shards point to; another one means that they are of no use any more.
-    addresses: str
     #: What :meth:`settle` copies.
     bridges: tuple[Bridge, ...] = ()
 
@@ -186,19 +169,6 @@ class PackedMapping:
                     import torch
 
                     torch.cuda.current_stream(bridge.live.device).synchronize()
-
-    def layers(self) -> tuple[Group, ...]:
-        """The groups joined by layer: modules with the same path up to its first number."""
-        joined: list[Group] = []
-        for group in self.groups:
-            path = layer_of(group.path)
-            if joined and joined[-1].path == path:
-                last = joined.pop()
-                group = last._replace(
-                    tensors=last.tensors + group.tensors, bytes=last.bytes + group.bytes
-                )
-            joined.append(group._replace(path=path))
-        return tuple(joined)
 
 
 def layer_of(path: str) -> str:
@@ -252,26 +222,6 @@ class Mapping:
 
         return f"sha256:{hashlib.sha256(encoded(self)).hexdigest()}"
 
-    def differences(self, other: Mapping) -> list[str]:
-        """In which the two mappings are not of the same engine, model, ranks, publication and
-        layout; one phrase each, with this mapping's value first."""
-        found = []
-        mine, others = self.about, other.about
-        for what in ("engine", "version", "model"):
-            a, b = getattr(mine, what), getattr(others, what)
-            if a != b:
-                found.append(f"{what} {a or 'unknown'} and {b or 'unknown'}")
-        for kind in sorted({*mine.ranks, *others.ranks}):
-            a, b = mine.ranks.get(kind), others.ranks.get(kind)
-            if a != b:
-                found.append(f"{kind} rank {_rank(a)} and {_rank(b)}")
-        if (self.keys, self.digest) != (other.keys, other.digest):
-            found.append(
-                f"published tensors: {self.keys} of digest {self.digest} and "
-                f"{other.keys} of digest {other.digest}"
-            )
-        return found + list(_layouts(self, other))
-
     # ------------------------------------------------------------------ onto memory
 
     def shards(
@@ -291,7 +241,7 @@ class Mapping:
                 what is published, and there is no *bridges*.
         """
         made: list[Bridge] = []
-        placed = [shard for _, shard in self._placed(live, modules, made)]
+        placed = list(self._placed(live, modules, made))
         if made and bridges is None:
             raise RequestError.make(
                 f"a tensor of module '{made[0].path}' is wider than what is published",
@@ -303,7 +253,7 @@ class Mapping:
         return placed
 
     def pack(self, live: Any, modules: Iterable[str] | None = None) -> PackedMapping:
-        """Shards onto live memory, packed and grouped by module.
+        """Shards onto live memory, packed.
 
         Each is of one parameter or buffer and one published tensor, in the model's order. A tensor
         that is wider than what is published gets memory beside it, see
@@ -316,20 +266,9 @@ class Mapping:
             RequestError: as :meth:`shards`; a pull cannot make both BF16 and F16 of F32.
         """
         bridges: list[Bridge] = []
-        placed = list(self._placed(live, modules, bridges))
-        groups: list[Group] = []
-        for index, (path, shard) in enumerate(placed):
-            size = _bytes(shard)
-            if groups and groups[-1].path == path:
-                last = groups.pop()
-                groups.append(last._replace(tensors=last.tensors + 1, bytes=last.bytes + size))
-            else:
-                groups.append(Group(path, index, 1, size))
-        packed = pack(shard for _, shard in placed)
-        only = None if modules is None else frozenset(modules)
-        return PackedMapping(
-            packed, tuple(groups), self.converts(only), _addresses(placed), tuple(bridges)
-        )
+        modules = None if modules is None else frozenset(modules)
+        packed = pack(self._placed(live, modules, bridges))
+        return PackedMapping(packed, self.converts(modules), tuple(bridges))
 
     def converts(self, modules: Iterable[str] | None = None) -> str | None:
         """What a pull has to make of F32 where it is not wanted as F32 (its ``dtype``), None:
@@ -355,7 +294,7 @@ class Mapping:
 
     def _placed(
         self, live: Any, modules: Iterable[str] | None, bridges: list[Bridge]
-    ) -> Iterator[tuple[str, Shard]]:
+    ) -> Iterator[Shard]:
         lookup = _lookup(live)
         for path, leaf in self._leaves(modules):
             if leaf.sources:
@@ -443,23 +382,6 @@ def unwanted(mappings: Iterable[Mapping]) -> tuple[str, ...]:
     return tuple(name for name in given[0].unwanted if name in left)
 
 
-def _rank(value: tuple[int, int] | None) -> str:
-    return "unknown" if value is None else f"{value[0]} of {value[1]}"
-
-
-def _layouts(mine: Mapping, other: Mapping) -> Iterator[str]:
-    left = {(m.path, leaf.name): leaf for m in mine.modules for leaf in m.leaves}
-    right = {(m.path, leaf.name): leaf for m in other.modules for leaf in m.leaves}
-    for key in {**left, **right}:
-        a, b, path = left.get(key), right.get(key), ".".join(part for part in key if part)
-        if a is None or b is None:
-            yield f"'{path}' is in {'the second' if a is None else 'the first'} only"
-        elif a[2:5] != b[2:5]:
-            yield f"'{path}' is {_layout(a)} and {_layout(b)}"
-        elif a != b:
-            yield f"'{path}' is filled differently"
-
-
 def _layout(leaf: Leaf) -> str:
     return f"{leaf.dtype} of shape {list(leaf.shape)} and strides {list(leaf.stride)}"
 
@@ -505,9 +427,7 @@ def check_layout(path: str, leaf: Leaf, tensor: Any) -> None:
         )
 
 
-def _leaf_shards(
-    path: str, leaf: Leaf, live: Any, bridges: list[Bridge]
-) -> Iterator[tuple[str, Shard]]:
+def _leaf_shards(path: str, leaf: Leaf, live: Any, bridges: list[Bridge]) -> Iterator[Shard]:
     if live.device.type not in ("cpu", "cuda") or not live.data_ptr():
         raise RequestError.make(
             f"'{path}.{leaf.name}' has no memory on a CPU or CUDA device: it is on {live.device}",
@@ -531,7 +451,7 @@ def _leaf_shards(
             )
             for piece in source.pieces
         )
-        yield path, Shard(source.name, leaf.lands, source.shape, boxes, device, owner)
+        yield Shard(source.name, leaf.lands, source.shape, boxes, device, owner)
 
 
 def _narrow(live: Any, leaf: Leaf) -> Any:
@@ -553,16 +473,3 @@ def _pad(tensor: Any, leaf: Leaf, size: int) -> None:
             [step // size for step in fill.stride],
             tensor.storage_offset() + fill.at // size,
         ).fill_(fill.value)
-
-
-def _bytes(shard: Shard) -> int:
-    elements = sum(math.prod(box.extent) for box in shard.boxes)
-    return elements * dtype_bits(shard.dtype) // 8
-
-
-def _addresses(placed: Iterable[tuple[str, Shard]]) -> str:
-    sums = hashlib.sha256()
-    for _, shard in placed:
-        first = shard.boxes[0].address if shard.boxes else 0
-        sums.update(f"{shard.name}\0{first:x}\0{shard.device}\n".encode())
-    return f"sha256:{sums.hexdigest()}"
