@@ -129,8 +129,8 @@ static const char *find_devices(delta *d)
     if (d->devices.n > 0 && !devices_memory(d->client))
         return "there is no memory to apply patches on a device";
     for (size_t i = 0; i < d->devices.n; i++) {
-        if (gpu_prepare_apply(d->client->devices->g, d->devices.device[i], NULL) !=
-            FANIN_OK)
+        if (gpu_prepare(d->client->devices->g, d->devices.device[i], GPU_PATCH_APPLY,
+                        NULL) != FANIN_OK)
             return "a device of the destination cannot apply patches";
     }
     return NULL;

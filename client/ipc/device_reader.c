@@ -189,8 +189,8 @@ static bool can_digest(const device_reader *r)
     const device_plan *d = r->plan;
     bool can = d->contiguous && r->r->digested;
     for (size_t i = 0; i < d->n_gathers && can; i++)
-        can = gpu_prepare_file_digest(r->r->client->devices->g, d->gathers[i].device,
-                                      NULL) == FANIN_OK;
+        can = gpu_prepare(r->r->client->devices->g, d->gathers[i].device,
+                          GPU_FILE_DIGEST, NULL) == FANIN_OK;
     return can;
 }
 

@@ -205,7 +205,7 @@ static fanin_status begin_sheet(const held *h, sheet *s, held_part_fn part,
     s->cookie = cookie;
     s->first = first;
     s->device = device_of(h, &p);
-    if (s->device < 0 || gpu_prepare_digest(h->g, s->device, NULL) != FANIN_OK)
+    if (s->device < 0 || gpu_prepare(h->g, s->device, GPU_DIGEST, NULL) != FANIN_OK)
         return FANIN_OK;
     fanin_status status = need_stream(h, s, s->device, error);
     if (status == FANIN_OK && !s->memory)

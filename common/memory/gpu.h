@@ -176,11 +176,29 @@ fanin_status gpu_stream_notify(gpu_stream *stream, gpu_reached_fn fn, void *cook
 fanin_status gpu_notify(gpu *g, const fanin_stream *callers, gpu_reached_fn fn,
                         void *cookie, fanin_error *error);
 
+/* ------------------------------------------------------------------ kernels */
+
+typedef enum gpu_kernel_id {
+    GPU_COPY,
+    GPU_DIGEST,
+    GPU_FILE_DIGEST, /**< of pieces of a file */
+    GPU_PATCH_COUNT,
+    GPU_PATCH_SCAN,
+    GPU_PATCH_EMIT,
+    GPU_PATCH_APPLY,
+    GPU_KERNELS
+} gpu_kernel_id;
+
+/** Loads a kernel on @p device (some milliseconds the first time), which its first run does
+    otherwise. The driver is asked once, but for the copy kernel; later calls return the same and
+    are cheap. FANIN_ERR_UNSUPPORTED: the device cannot run the copy kernel. Another error: who
+    calls does without it. */
+fanin_status gpu_prepare(gpu *g, int device, gpu_kernel_id id, fanin_error *error);
+/** The three that make patches. */
+fanin_status gpu_prepare_patches(gpu *g, int device, fanin_error *error);
+
 /* ------------------------------------------------------------------ copying */
 
-/** Loads the copy kernel on @p device (some milliseconds the first time), which the first copy does
-    otherwise. FANIN_ERR_UNSUPPORTED: the device cannot run it. */
-fanin_status gpu_prepare(gpu *g, int device, fanin_error *error);
 /**
  * Uploads entries (copy_entry.h) to @p device; blocks for that. @p n_bases is 1 + the highest
  * base that they name. Big blocks are cut so that all multiprocessors are busy: the caller's
@@ -210,11 +228,6 @@ fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint6
 
 /* ---------------------------------------------------------------- digesting */
 
-/** Loads the digest kernel on @p device; asked of the driver once, later calls return the same and
-    are cheap. Not FANIN_OK: memory of the device is to be read back and digested by the host. */
-fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error);
-/** The same of the kernel that digests pieces of a file. */
-fanin_status gpu_prepare_file_digest(gpu *g, int device, fanin_error *error);
 /** Queues the digests of @p n pieces of DIGEST_PIECE bytes, one behind the other from @p bytes on
     (memory of the stream's device, aligned to 16): two words each as digest_of_words() takes them,
     to @p out, which is pinned host memory, to be kept until it has run. */
@@ -227,15 +240,11 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
 
 /* ------------------------------------------------------------------- patches */
 
-/** Loads the kernels that make patches on @p device; asked of the driver once, later calls return
-    the same and are cheap. Not FANIN_OK: none are made there. */
-fanin_status gpu_prepare_patches(gpu *g, int device, fanin_error *error);
 /** Queues the making of a patch between two copies on the stream's device. All that @p p names is
     to be kept until it has run, also after an error: some of it may be queued. */
 fanin_status gpu_patch_run(gpu_stream *stream, const patch_parameters *p,
                            fanin_error *error);
-/** The same two of applying one to memory of the device; one run a segment at most. */
-fanin_status gpu_prepare_apply(gpu *g, int device, fanin_error *error);
+/** The same of applying one to memory of the device; one run a segment at most. */
 fanin_status gpu_patch_apply(gpu_stream *stream, const patch_apply_parameters *p,
                              fanin_error *error);
 

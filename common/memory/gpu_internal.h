@@ -63,13 +63,11 @@
     X(cuLaunchKernel)                                                                  \
     X(cuFlushGPUDirectRDMAWrites)
 
-/** Kernels of patch_kernel.cu. */
-enum { PATCH_COUNT, PATCH_SCAN, PATCH_EMIT, PATCH_APPLY, PATCH_KERNELS };
-
 /** A kernel on a device. */
 typedef struct gpu_kernel {
     CUfunction function;      /**< NULL: not loaded */
     unsigned resident_blocks; /**< of it, on the whole device */
+    CUresult refused;         /**< why there is none */
 } gpu_kernel;
 
 /** What is known of a device, and what belongs to it for the rest of the process. */
@@ -80,9 +78,7 @@ typedef struct gpu_slot {
     _Atomic(CUcontext)
         context; /**< the primary one, retained; NULL: not needed so far */
     /* under the lock, until they are set */
-    gpu_kernel copy, digest, file_digest, patch[PATCH_KERNELS];
-    /** why there is no such kernel; asked once */
-    CUresult digest_refused, file_digest_refused, patch_refused[PATCH_KERNELS];
+    gpu_kernel kernels[GPU_KERNELS];
     CUstream uploads;
 } gpu_slot;
 
@@ -116,7 +112,7 @@ void gpu_restore_capture(const gpu *g);
 /** The slot, NULL with FANIN_ERR_ARGUMENT in @p error: there is no such device. */
 gpu_slot *gpu_slot_of(gpu *g, int device, fanin_error *error);
 
-/** The context must be current. @p parameters->count and parts must not be 0. */
+/** @p parameters->count and parts must not be 0. */
 fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
                                fanin_error *error);
 

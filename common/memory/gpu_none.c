@@ -68,7 +68,7 @@ REFUSE(gpu_stream_notify,
        (gpu_stream * stream, gpu_reached_fn fn, void *cookie, fanin_error *error))
 REFUSE(gpu_notify, (gpu * g, const fanin_stream *callers, gpu_reached_fn fn,
                     void *cookie, fanin_error *error))
-REFUSE(gpu_prepare, (gpu * g, int device, fanin_error *error))
+REFUSE(gpu_prepare, (gpu * g, int device, gpu_kernel_id id, fanin_error *error))
 REFUSE(gpu_table_create, (gpu * g, int device, const copy_entry *entries, uint64_t n,
                           uint32_t n_bases, gpu_table **out, fanin_error *error))
 STUB(void, gpu_table_destroy, (gpu_table * *table), )
@@ -81,8 +81,6 @@ REFUSE(gpu_table_run,
         uint64_t from_add, uint64_t to_add, fanin_error *error))
 REFUSE(gpu_entries_run, (gpu_stream * stream, const copy_entry *pinned, uint64_t n,
                          uint64_t from_add, uint64_t to_add, fanin_error *error))
-REFUSE(gpu_prepare_digest, (gpu * g, int device, fanin_error *error))
-REFUSE(gpu_prepare_file_digest, (gpu * g, int device, fanin_error *error))
 REFUSE(gpu_file_digest_run, (gpu_stream * stream, const void *bytes, uint64_t n,
                              uint64_t *out, fanin_error *error))
 REFUSE(gpu_digest_run,
@@ -90,7 +88,6 @@ REFUSE(gpu_digest_run,
 REFUSE(gpu_prepare_patches, (gpu * g, int device, fanin_error *error))
 REFUSE(gpu_patch_run,
        (gpu_stream * stream, const patch_parameters *p, fanin_error *error))
-REFUSE(gpu_prepare_apply, (gpu * g, int device, fanin_error *error))
 REFUSE(gpu_patch_apply,
        (gpu_stream * stream, const patch_apply_parameters *p, fanin_error *error))
 

@@ -252,10 +252,5 @@ fanin_status gpu_table_run(const gpu_table *table, gpu_stream *stream, uint64_t 
         .parts = 1,
         .ways = table->ways,
     };
-    status = gpu_context_enter(table->g, table->device, error);
-    if (status != FANIN_OK)
-        return status;
-    status = gpu_kernel_launch(stream, &parameters, error);
-    gpu_context_leave(table->g);
-    return status;
+    return gpu_kernel_launch(stream, &parameters, error);
 }

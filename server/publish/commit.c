@@ -227,12 +227,13 @@ static void prepare_devices(fanin_server *s, const publication *p,
         if (in.kind != FANIN_MEMORY_CUDA || done[in.device])
             continue;
         done[in.device] = true;
-        if (gpu_prepare(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+        if (gpu_prepare(atomic_load(&s->gpu), in.device, GPU_COPY, &why) != FANIN_OK)
             log_write(&s->log, FANIN_LOG_WARNING, "no-stream",
                       "%s: CUDA device %d cannot be read by stream: %s%s%s", p->name,
                       (int)in.device, why.message, why.remedy[0] ? "; " : "",
                       why.remedy);
-        else if (gpu_prepare_digest(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+        else if (gpu_prepare(atomic_load(&s->gpu), in.device, GPU_DIGEST, &why) !=
+                 FANIN_OK)
             log_write(&s->log, FANIN_LOG_WARNING, "slow-digests",
                       "%s: memory of CUDA device %d is digested by the CPU: %s",
                       p->name, (int)in.device, why.message);

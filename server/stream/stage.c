@@ -390,7 +390,7 @@ static filling fill(stage *s, chunk *to, const connection *c, const job *j,
     filling f;
     to->digests = (digest_list){0};
     if (d->on && filling_digest(to, j, d->convert, &f) &&
-        gpu_prepare_digest(s->gpu, f.device, NULL) == FANIN_OK)
+        gpu_prepare(s->gpu, f.device, GPU_DIGEST, NULL) == FANIN_OK)
         return f;
     to->digests = (digest_list){0};
     to->bytes = 0;

@@ -255,7 +255,7 @@ static void work(rank *r)
     for (int device = HOST; device < devices && device < 2; device++) {
         fanin_error error = FANIN_ERROR_INIT;
         bool good =
-            device == HOST || gpu_prepare_digest(cuda, device, &error) == FANIN_OK;
+            device == HOST || gpu_prepare(cuda, device, GPU_DIGEST, &error) == FANIN_OK;
         uint8_t *memory = good ? allocate(device, &error) : NULL;
         if (!memory) {
             result(false, "a device with its kernel", error.message);

@@ -197,7 +197,7 @@ CASE(without_the_digest_kernel)
     gpu *g = client_gpu(b.client);
     fake_cuda_fail("cuModuleGetFunction", CUDA_ERROR_NOT_FOUND, 0, 0);
     for (int device = 2; device < 4; device++)
-        assert_int_not_equal(gpu_prepare_file_digest(g, device, &error), FANIN_OK);
+        assert_int_not_equal(gpu_prepare(g, device, GPU_FILE_DIGEST, &error), FANIN_OK);
     fake_cuda_fail("cuModuleGetFunction", CUDA_SUCCESS, 0, 0);
     without_kernel = true;
     for (int spare = 0; spare < 2; spare++)

@@ -91,7 +91,7 @@ static int load_driver(void **state)
     if (gpu_load(&quiet, &g, &error) != FANIN_OK)
         return -1;
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_OUT_OF_MEMORY, 0, 1);
-    fanin_status status = gpu_prepare_digest(g, 1, NULL);
+    fanin_status status = gpu_prepare(g, 1, GPU_DIGEST, NULL);
     fake_cuda_fail("cuModuleLoadData", CUDA_SUCCESS, 0, 0);
     return status != FANIN_OK ? 0 : -1;
 }

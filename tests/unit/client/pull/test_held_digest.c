@@ -267,10 +267,10 @@ static int set_up(void **state)
         return -1;
     /* Device 1 is asked once. */
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_NO_BINARY_FOR_GPU, 0, 1);
-    fanin_status status = gpu_prepare_digest(g, 1, &error);
+    fanin_status status = gpu_prepare(g, 1, GPU_DIGEST, &error);
     fake_cuda_fail("cuModuleLoadData", CUDA_SUCCESS, 0, 0);
     bool said = strstr(error.message, "digest kernel on device 1") != NULL;
-    return status != FANIN_OK && said && gpu_prepare_digest(g, 1, NULL) != FANIN_OK
+    return status != FANIN_OK && said && gpu_prepare(g, 1, GPU_DIGEST, NULL) != FANIN_OK
                ? 0
                : -1;
 }
