@@ -9,7 +9,7 @@
 #ifndef DESCRIBED_H
 #define DESCRIBED_H
 
-#include "delta/base.h"
+#include "delta/delta.h"
 #include "gpu_finder.h"
 #include <fanin/client.h>
 

@@ -31,7 +31,7 @@ typedef struct plan_cache {
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
     digest
-        base; /**< its name as what a destination holds (delta/base.h); 0: not asked for yet */
+        base; /**< its name as what a destination holds (delta/delta.h); 0: not asked for yet */
     uint64_t used; /**< greater than that of all that were used before; 0: never */
     plan_part whole;
     plan_index index;  /**< no places: not made yet */

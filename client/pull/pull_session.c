@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/pull_session.h"
 
-#include "delta/base.h"
+#include "delta/delta.h"
 #include "error_set.h"
 #include "pull/lease.h"
 #include "pull/pull.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls by patches from ranks that say whatever the test wants: what is read, what may be built
    upon, what lies are refused, what an attempt that fails leaves. */
-#include "delta/base.h"
+#include "delta/delta.h"
 #include "ends.h"
 #include "stub_ranks.h"
 #include "testing.h"
