@@ -6,7 +6,6 @@
 #include "handing.h"
 #include "log_choice.h"
 #include "pull/pull.h"
-#include "pull/result.h"
 #include "versioned.h"
 #include "wake.h"
 #include <errno.h>

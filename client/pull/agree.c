@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/agree.h"
+#include "pull/pull.h"
 
 #include "error_set.h"
 #include "net/rank_status.h"
 #include "plan/plan.h"
-#include "pull/lease.h"
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -5,7 +5,6 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "peft/peft_config.h"
-#include "pull/agree.h"
 #include "pull/plan_cache.h"
 #include "pull/pull.h"
 #include <stdlib.h>

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/lease.h"
+#include "pull/pull.h"
 
 #include "error_set.h"
 #include "net/client_rules.h"
-#include "pull/patches.h"
 #include "stream/stream_link.h"
 #include <inttypes.h>
 #include <stdio.h>

@@ -1,10 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/patches.h"
+#include "pull/pull.h"
 
 #include "error_set.h"
 #include "net/client_rules.h"
-#include "pull/read.h"
-#include "pull/verify.h"
 #include <inttypes.h>
 #include <stdlib.h>
 

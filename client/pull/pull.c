@@ -3,13 +3,7 @@
 
 #include "convert.h"
 #include "error_set.h"
-#include "pull/lease.h"
-#include "pull/patches.h"
 #include "pull/plan_cache.h"
-#include "pull/read.h"
-#include "pull/ready.h"
-#include "pull/result.h"
-#include "pull/verify.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>

@@ -3,9 +3,7 @@
 
 #include "delta/delta.h"
 #include "error_set.h"
-#include "pull/lease.h"
 #include "pull/pull.h"
-#include "pull/result.h"
 #include <stdlib.h>
 #include <unistd.h>
 

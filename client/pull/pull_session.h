@@ -4,7 +4,7 @@
 #define PULL_SESSION_H
 
 #include "pull/destination.h"
-#include "pull/lease.h"
+#include "pull/pull.h"
 
 /** Begins a session of @p count tensors, into @p d, whose ranges last and whose functions are not
     called any more when this returns. Errors as of pull_run(). */

@@ -1,11 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/ready.h"
+#include "pull/pull.h"
 
 #include "device/devices.h"
 #include "error_set.h"
-#include "pull/agree.h"
-#include "pull/lease.h"
-#include "pull/patches.h"
 #include "stream/stream_link.h"
 #include <inttypes.h>
 #include <stdlib.h>

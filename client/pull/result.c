@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/result.h"
+#include "pull/pull.h"
 
 #include "adapter/adapter.h"
 #include "error_set.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/verify.h"
+#include "pull/pull.h"
 
 #include "array.h"
 #include "convert.h"
@@ -7,7 +7,6 @@
 #include "error_set.h"
 #include "plan/plan_internal.h"
 #include "pull/held_digest.h"
-#include "pull/read.h"
 #include "stream/stream_link.h"
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #include "clock.h"
 #include "ends.h"
 #include "log_catcher.h"
-#include "pull/verify.h"
+#include "pull/pull.h"
 #include "secrets.h"
 #include "testing.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Agreeing on a step: who is asked for which one, who is waited for, and for how long. */
-#include "pull/agree.h"
+#include "pull/pull.h"
 #include "stub_ranks.h"
 #include "testing.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Begin and end on all ranks of a pull at once: who is asked, what is held afterwards. */
-#include "pull/lease.h"
+#include "pull/pull.h"
 #include "stub_ranks.h"
 #include "testing.h"
 
