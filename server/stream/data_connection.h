@@ -8,6 +8,7 @@
 #include "stream/stage.h"
 #include "stream/stream.h"
 #include "stream/stream_digest.h"
+#include <sys/queue.h>
 
 /** PROGRESS_MORE: it can go on at once, PROGRESS_FIRST: before others; PROGRESS_WAIT: not before
     epoll speaks of it. */
@@ -39,7 +40,7 @@ typedef struct connection {
     reader *reader;
     peer_share *from;
     char peer[64];
-    bool can_read, can_write, queued;
+    bool can_read, can_write;
     bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
         resting; /**< it waits, with room in its socket: its peer has had its share of CPU
@@ -60,8 +61,10 @@ typedef struct connection {
     deadline begun_at;   /**< until then a frame that has begun to come must be whole */
     job job;
     staged staged;
-    digester digester; /**< used while the job is to be digested, not sent */
-    struct connection *next, *next_queued;
+    digester digester;           /**< used while the job is to be digested, not sent */
+    LIST_ENTRY(connection) link; /**< of its thread's */
+    TAILQ_ENTRY(connection) queued; /**< of those that can go on */
+    bool is_queued;
 } connection;
 
 /** Made by the control thread. NULL: no memory, and nothing was taken. */

@@ -22,21 +22,20 @@
 #define SWEEP_MS                                                                       \
     1000 /**< deadlines are looked at so often while the queue is never empty */
 
-typedef struct queue {
-    connection *first, *last;
-} queue;
+typedef LIST_HEAD(list, connection) list;
+typedef TAILQ_HEAD(queue, connection) queue;
 
 typedef struct data_thread {
     stream_tools tools;
     pthread_t thread;
     int epoll, wake;
     atomic_bool quit;
-    atomic_uint load;        /**< connections, those on their way included */
-    connection *connections; /**< the thread's */
-    queue own, others;       /**< of the own user, and of those who must not delay it */
+    atomic_uint load;  /**< connections, those on their way included */
+    list connections;  /**< the thread's */
+    queue own, others; /**< of the own user, and of those who must not delay it */
     peer_turns resting;
     pthread_mutex_t lock;
-    connection *arriving; /**< guarded by lock */
+    list arriving; /**< guarded by lock */
 } data_thread;
 
 struct stream {
@@ -52,59 +51,30 @@ static queue *queue_of(data_thread *t, const connection *c)
     return c->from->is_own ? &t->own : &t->others;
 }
 
-static void enqueue_first(data_thread *t, connection *c)
-{
-    queue *q = queue_of(t, c);
-    c->queued = true;
-    c->next_queued = q->first;
-    q->first = c;
-    if (!q->last)
-        q->last = c;
-}
-
 static void enqueue(data_thread *t, connection *c)
 {
-    queue *q = queue_of(t, c);
-    if (c->queued)
-        return;
-    c->queued = true;
-    c->next_queued = NULL;
-    if (q->last)
-        q->last->next_queued = c;
-    else
-        q->first = c;
-    q->last = c;
+    if (!c->is_queued)
+        TAILQ_INSERT_TAIL(queue_of(t, c), c, queued);
+    c->is_queued = true;
 }
 
 static void dequeue(data_thread *t, connection *c)
 {
-    queue *q = queue_of(t, c);
-    connection *before = NULL, *at = q->first;
-    for (; at != c; at = at->next_queued)
-        before = at;
-    if (before)
-        before->next_queued = c->next_queued;
-    else
-        q->first = c->next_queued;
-    if (q->last == c)
-        q->last = before;
-    c->queued = false;
+    if (c->is_queued)
+        TAILQ_REMOVE(queue_of(t, c), c, queued);
+    c->is_queued = false;
 }
 
 static bool is_idle(const data_thread *t)
 {
-    return !t->own.first && !t->others.first;
+    return TAILQ_EMPTY(&t->own) && TAILQ_EMPTY(&t->others);
 }
 
 /* Takes it out of list and queue. */
 static void connection_close(data_thread *t, connection *c)
 {
-    if (c->queued)
-        dequeue(t, c);
-    connection **link = &t->connections;
-    while (*link != c)
-        link = &(*link)->next;
-    *link = c->next;
+    dequeue(t, c);
+    LIST_REMOVE(c, link);
     if (c->turn.waits)
         turns_leave(&t->resting, &c->turn);
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
@@ -120,8 +90,7 @@ static bool data_thread_adopt(data_thread *t, const handover *h)
         return false;
     atomic_fetch_add(&t->load, 1);
     pthread_mutex_lock(&t->lock);
-    c->next = t->arriving;
-    t->arriving = c;
+    LIST_INSERT_HEAD(&t->arriving, c, link);
     pthread_mutex_unlock(&t->lock);
     wake_up(t->wake);
     return true;
@@ -146,12 +115,11 @@ static void data_thread_look(data_thread *t)
 static void accept_handovers(data_thread *t)
 {
     pthread_mutex_lock(&t->lock);
-    connection *arriving = t->arriving;
-    t->arriving = NULL;
+    list arriving = t->arriving;
+    LIST_INIT(&t->arriving);
     pthread_mutex_unlock(&t->lock);
-    while (arriving) {
-        connection *c = arriving;
-        arriving = c->next;
+    for (connection *c = LIST_FIRST(&arriving), *next; c; c = next) {
+        next = LIST_NEXT(c, link);
         /* What a Unix socket holds is fixed and small. TCP tunes itself to networks; on one host
            more only has left the CPU's caches before it is read. */
         int room = SOCKET_ROOM;
@@ -160,8 +128,7 @@ static void accept_handovers(data_thread *t)
         struct epoll_event event = {.events = EVENTS_WANTED, .data.ptr = c};
         bool good = connection_account(t->tools.server, c) &&
                     epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;
-        c->next = t->connections;
-        t->connections = c;
+        LIST_INSERT_HEAD(&t->connections, c, link);
         if (good)
             enqueue(t, c);
         else
@@ -202,17 +169,19 @@ static void take_turn(data_thread *t, connection *c)
     else if (!c->resting && c->turn.waits)
         turns_leave(&t->resting, &c->turn);
     listen_to(t, c);
-    if (result == PROGRESS_FIRST)
-        enqueue_first(t, c);
-    else if (result == PROGRESS_MORE)
+    if (result == PROGRESS_FIRST) {
+        TAILQ_INSERT_HEAD(queue_of(t, c), c, queued);
+        c->is_queued = true;
+    } else if (result == PROGRESS_MORE) {
         enqueue(t, c);
+    }
 }
 
 /* Some turns; then it is looked at what came meanwhile, and at the other queue. */
 static void run_queue(data_thread *t, queue *q)
 {
-    for (unsigned i = 0; i < TURNS && q->first; i++) {
-        connection *c = q->first;
+    for (unsigned i = 0; i < TURNS && !TAILQ_EMPTY(q); i++) {
+        connection *c = TAILQ_FIRST(q);
         dequeue(t, c);
         take_turn(t, c);
     }
@@ -222,7 +191,8 @@ static void run_queue(data_thread *t, queue *q)
 static void share_stage(data_thread *t)
 {
     stage *st = t->tools.stage;
-    for (connection *c = t->connections; c && st && stage_is_short(st); c = c->next)
+    connection *c = LIST_FIRST(&t->connections);
+    for (; c && st && stage_is_short(st); c = LIST_NEXT(c, link))
         connection_return_chunks(&t->tools, c);
 }
 
@@ -242,8 +212,7 @@ static void end_rests(data_thread *t)
     tools->crowded[false] = tools->crowded[true] = false; /* for those that are there */
     while (left > 0 && (c = turns_next(&t->resting, may_go_on, tools))) {
         left--;
-        if (c->queued) /* its session is over */
-            dequeue(t, c);
+        dequeue(t, c); /* if its session is over */
         take_turn(t, c);
     }
     if (!t->resting.first)
@@ -257,8 +226,8 @@ static void end_rests(data_thread *t)
 static deadline sweep(data_thread *t)
 {
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
-    for (connection *c = t->connections, *next; c; c = next) {
-        next = c->next;
+    for (connection *c = LIST_FIRST(&t->connections), *next; c; c = next) {
+        next = LIST_NEXT(c, link);
         deadline at = deadline_sooner(c->stalled_at, c->begun_at);
         if (at == UINT64_MAX || !deadline_passed(at)) {
             soonest = deadline_sooner(soonest, at);
@@ -279,7 +248,7 @@ static void close_unowned(data_thread *t)
 {
     fanin_server *s = t->tools.server;
     pthread_mutex_lock(&s->lock);
-    for (connection *c = t->connections; c; c = c->next) {
+    for (connection *c = LIST_FIRST(&t->connections); c; c = LIST_NEXT(c, link)) {
         if (!c->reader->closed)
             continue;
         c->ended = true;
@@ -375,6 +344,8 @@ static fanin_status data_thread_start(fanin_server *s, data_thread **out,
     t->tools.kept = s->stream->kept;
     t->tools.need_stage = need_stage;
     t->tools.rest_until = UINT64_MAX;
+    TAILQ_INIT(&t->own);
+    TAILQ_INIT(&t->others);
     pthread_mutex_init(&t->lock, NULL);
     t->epoll = epoll_create1(EPOLL_CLOEXEC);
     t->wake = wake_open();
@@ -410,8 +381,8 @@ static void data_thread_end(data_thread **thread)
     *thread = NULL;
     pthread_join(t->thread, NULL);
     accept_handovers(t);
-    while (t->connections)
-        connection_close(t, t->connections);
+    while (!LIST_EMPTY(&t->connections))
+        connection_close(t, LIST_FIRST(&t->connections));
     stage_destroy(&t->tools.stage);
     free_all(t);
 }
