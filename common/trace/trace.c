@@ -31,7 +31,7 @@ typedef struct kept {
 
 typedef struct recorder {
     pthread_mutex_t *lock;
-    uint32_t number;
+    uint32_t number; /* of the process's recorders, from 1 */
     pid_t pid;
     char *where;
     bool is_folder;
@@ -58,7 +58,7 @@ static void recorder_drop(recorder *r)
 {
     if (--r->users > 0)
         return;
-    trace_rows_free(&r->rows);
+    free(r->rows.all);
     pthread_cond_destroy(&r->go);
     pthread_cond_destroy(&r->done);
     free(r->where);
@@ -249,22 +249,6 @@ static int recorder_end(recorder *r, deadline at)
     return failed;
 }
 
-/* Closes a forked child's file, which is the parent's. The memory is not freed: that is no call
-    for a child of several threads. */
-static void recorder_leave(recorder *r)
-{
-    if (r->file.fd >= 0)
-        close(r->file.fd);
-}
-
-/* Which recorder of the process, from 1. */
-static uint32_t recorder_number(const recorder *r)
-{
-    return r->number;
-}
-
-/* -------------------------------------------------------------------------- trace */
-
 /* --------------------------------------------------------------------- trace span */
 
 /* What a span is, and whether anybody wants one. */
@@ -344,8 +328,8 @@ uint32_t trace_next_pull(void)
 void trace_add(const trace_span *span)
 {
     pthread_mutex_lock(&lock);
-    if (current && own.recorder != recorder_number(current)) {
-        own.recorder = recorder_number(current);
+    if (current && own.recorder != current->number) {
+        own.recorder = current->number;
         own.thread = recorder_introduce(current);
     }
     if (current)
@@ -385,11 +369,12 @@ static void trace_in_parent(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* The file is the parent's, and so is what is to be written. */
+/* The file is the parent's, and so is what is to be written. The memory is not freed: that is no
+   call for a child of several threads. */
 static void trace_in_child(void)
 {
-    if (current)
-        recorder_leave(current);
+    if (current && current->file.fd >= 0)
+        close(current->file.fd);
     current = NULL;
     starting = asked = false;
     atomic_store(&trace_recording, false);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trace_file.h"
+#include "array.h"
 #include "clock.h"
 #include "error_set.h"
 #include "text.h"
@@ -20,59 +21,32 @@ static void trace_file_text(trace_file *f, const char *text);
 
 /* --------------------------------------------------------------------- trace rows */
 
-#define LEAST 64u
-
-static trace_row *trace_rows_place_of(const trace_rows *rows, uint32_t thread,
-                                      int32_t rank)
+static int compare_row(const void *key, const void *element)
 {
-    size_t at = (thread * 31u + (uint32_t)(rank + 1)) * UINT32_C(2654435761) >> 8;
-    for (;; at++) {
-        trace_row *row = &rows->table[at & (rows->size - 1)];
-        if (row->thread == 0 || (row->thread == thread && row->rank == rank))
-            return row;
-    }
+    const trace_row *a = key, *b = element;
+    if (a->thread != b->thread)
+        return a->thread < b->thread ? -1 : 1;
+    return a->rank < b->rank ? -1 : a->rank > b->rank;
 }
 
-/* Half of it is always free. */
-static bool grow(trace_rows *rows)
-{
-    trace_rows larger = {.size = rows->size ? 2 * rows->size : LEAST,
-                         .used = rows->used};
-    larger.table = calloc(larger.size, sizeof *larger.table);
-    if (!larger.table)
-        return false;
-    for (size_t i = 0; i < rows->size; i++) {
-        const trace_row *row = &rows->table[i];
-        if (row->thread != 0)
-            *trace_rows_place_of(&larger, row->thread, row->rank) = *row;
-    }
-    free(rows->table);
-    *rows = larger;
-    return true;
-}
-
-/* The row of @p thread (not 0; no other thread of the trace has it, also once that has ended) and
-    @p rank; valid until the next call. @p is_new: this call has made it. NULL: no memory. */
+/* The row of @p thread (no other thread of the trace has it, also once that has ended) and @p rank;
+   valid until the next call. @p is_new: this call has made it. NULL: no memory. */
 static const trace_row *trace_rows_find(trace_rows *rows, uint32_t thread, int32_t rank,
                                         bool *is_new)
 {
-    trace_row *row = rows->size ? trace_rows_place_of(rows, thread, rank) : NULL;
-    *is_new = !row || row->thread == 0;
-    if (!*is_new)
-        return row;
-    if (2 * (size_t)rows->used >= rows->size) {
-        if (!grow(rows))
-            return NULL;
-        row = trace_rows_place_of(rows, thread, rank);
-    }
-    *row = (trace_row){thread, rank, rows->used++};
+    const trace_row wanted = {thread, rank, (uint32_t)rows->n};
+    bool found;
+    size_t at =
+        array_search(&wanted, rows->all, rows->n, sizeof wanted, compare_row, &found);
+    *is_new = !found;
+    if (found)
+        return &rows->all[at];
+    if (!array_reserve(&rows->all, &rows->room, rows->n + 1, sizeof wanted))
+        return NULL;
+    trace_row *row = &rows->all[at];
+    memmove(row + 1, row, (rows->n++ - at) * sizeof *row);
+    *row = wanted;
     return row;
-}
-
-void trace_rows_free(trace_rows *rows)
-{
-    free(rows->table);
-    *rows = (trace_rows){0};
 }
 
 /* --------------------------------------------------------------------- trace file */

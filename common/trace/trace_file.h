@@ -14,18 +14,16 @@
     there are in the file, of whose size that is a small part. Used by one thread at a time. */
 
 typedef struct trace_row {
-    uint32_t thread; /**< 0: free */
+    uint32_t thread;
     int32_t rank;    /**< -1: the thread's own */
     uint32_t number; /**< from 0, in the order in which they were first seen */
 } trace_row;
 
+/** By thread and rank; zeroed: none. `all` is for free(). */
 typedef struct trace_rows {
-    trace_row *table;
-    size_t size; /**< 0, or a power of 2 */
-    uint32_t used;
+    trace_row *all;
+    size_t n, room;
 } trace_rows;
-
-void trace_rows_free(trace_rows *rows);
 
 typedef struct trace_file {
     int fd;        /* -1: none */
