@@ -10,7 +10,7 @@
 #include "log_choice.h"
 #include "lookup.h"
 #include "net/connect.h"
-#include "net/reading_threads.h"
+#include "net/threads.h"
 #include "pull/choose_path.h"
 #include "pull/plan_cache.h"
 #include "pull/pull_session.h"

@@ -106,24 +106,6 @@ fanin_status adapter_check_parent(const adapter_place *place, fanin_error *error
 /** Whether pulls make files of this name. */
 bool adapter_makes_file(const char *name);
 
-/* ----------------------------------------- reading files (file_reading.c) */
-
-typedef enum file_read_result {
-    FILE_READ_OK,
-    FILE_READ_SHORT,   /**< the file ends before its size */
-    FILE_READ_ERROR,   /**< a read failed: errno */
-    FILE_READ_STOPPED, /**< go_on said no */
-    FILE_READ_MEMORY,
-} file_read_result;
-
-/**
- * What piece_digests_finish() gives for the @p size bytes of @p file: the XXH3-128 of the XXH3-128s
- * of its DIGEST_PIECEs. Reads with pread(): a file that is cut meanwhile does no harm. Blocks as
- * long as that takes; go_on is asked by the calling thread between two pieces of its own.
- */
-file_read_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
-                             void *cookie, digest *out);
-
 /* ------------------------------- what a directory holds (adapter_reuse.c) */
 
 /** A file of the directory that no other user can have made what it is; *@p file_out -1: it is not

@@ -160,7 +160,6 @@ void piece_digests_stop(piece_digests **p)
 #endif
 #define STEP FILE_PAGES_STEP
 #define AHEAD ((uint64_t)64 << 20) /* what the threads may be ahead of the bytes */
-#define MAX_THREADS FILE_PAGES_THREADS
 
 typedef struct part {
     file_part is;
@@ -180,7 +179,7 @@ struct file_pages {
     uint64_t next, allowed; /* steps; guarded by lock */
     bool stop;              /* guarded by lock */
     unsigned n_threads;
-    pthread_t threads[MAX_THREADS];
+    pthread_t threads[FILE_PAGES_THREADS];
 };
 
 /* ------------------------------------------------------- the limit of file sizes */
@@ -393,7 +392,7 @@ void file_pages_go_ahead(file_pages *p, uint8_t *base)
     p->base = base;
     p->allowed = steps_allowed(p, 0);
     unsigned wanted = usable_cpus();
-    wanted = wanted < MAX_THREADS ? wanted : MAX_THREADS;
+    wanted = wanted < FILE_PAGES_THREADS ? wanted : FILE_PAGES_THREADS;
     wanted = wanted < p->n_steps ? wanted : (unsigned)p->n_steps;
     p->n_threads = worker_threads_start(p->threads, wanted, make_step_pages, p);
 }
@@ -474,4 +473,108 @@ void file_pages_stop(file_pages **pages)
     free(p->have);
     free(p->parts);
     free(p);
+}
+
+/* ----------------------------------------- files that are read whole, by threads */
+
+#define READ_THREADS 8
+
+typedef struct reading {
+    int file;
+    uint64_t size;
+    size_t count; /* pieces */
+    digest *digests;
+    atomic_size_t next;
+    atomic_int result, reason; /* of the first failure */
+} reading;
+
+static void fail_reading(reading *r, file_read_result result, int reason)
+{
+    int none = FILE_READ_OK;
+    if (atomic_compare_exchange_strong(&r->result, &none, (int)result))
+        atomic_store(&r->reason, reason);
+}
+
+bool file_read(int file, void *to, size_t size, uint64_t offset)
+{
+    for (size_t done = 0; done < size;) {
+        ssize_t n = pread(file, (char *)to + done, size - done, (off_t)(offset + done));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0) {
+            errno = n == 0 ? 0 : errno;
+            return false;
+        }
+        done += (size_t)n;
+    }
+    return true;
+}
+
+static bool read_piece(reading *r, size_t piece, uint8_t *data)
+{
+    uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
+    size_t size = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE);
+    bool good = file_read(r->file, data, size, begin);
+    if (good)
+        r->digests[piece] = digest_of(data, size);
+    else
+        fail_reading(r, errno == 0 ? FILE_READ_SHORT : FILE_READ_ERROR, errno);
+    return good;
+}
+
+/* Takes piece by piece until all are taken; @p go_on may be NULL. */
+static void read_some(reading *r, bool (*go_on)(void *), void *cookie)
+{
+    uint8_t *data = malloc(DIGEST_PIECE);
+    if (!data)
+        fail_reading(r, FILE_READ_MEMORY, 0);
+    while (atomic_load(&r->result) == FILE_READ_OK) {
+        if (go_on && !go_on(cookie)) {
+            fail_reading(r, FILE_READ_STOPPED, 0);
+            break;
+        }
+        size_t piece = atomic_fetch_add(&r->next, 1);
+        if (piece >= r->count || !read_piece(r, piece, data))
+            break;
+    }
+    free(data);
+}
+
+static void *help_reading(void *argument)
+{
+    pthread_setname_np(pthread_self(), "fanin-file");
+    read_some(argument, NULL, NULL);
+    return NULL;
+}
+
+static file_read_result read_parts(reading *r, bool (*go_on)(void *), void *cookie)
+{
+    pthread_t threads[READ_THREADS];
+    unsigned cpus = usable_cpus(), wanted = cpus < READ_THREADS ? cpus : READ_THREADS;
+    r->count = (size_t)((r->size + DIGEST_PIECE - 1) / DIGEST_PIECE);
+    wanted = wanted < r->count ? wanted : (unsigned)r->count;
+    /* This thread is one of them. */
+    unsigned n =
+        worker_threads_start(threads, wanted > 0 ? wanted - 1 : 0, help_reading, r);
+    read_some(r, go_on, cookie);
+    worker_threads_join(threads, n);
+    errno = atomic_load(&r->reason);
+    return (file_read_result)atomic_load(&r->result);
+}
+
+file_read_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
+                             void *cookie, digest *out)
+{
+    reading r = {.file = file, .size = size};
+    size_t count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE);
+    r.digests = calloc(count + 1, sizeof r.digests[0]);
+    if (!r.digests)
+        return FILE_READ_MEMORY;
+    file_read_result result = read_parts(&r, go_on, cookie);
+    int reason = errno;
+    if (result == FILE_READ_OK)
+        *out = digest_of(r.digests, count * sizeof r.digests[0]);
+    free(r.digests);
+    errno = reason;
+    return result;
 }

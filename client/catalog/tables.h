@@ -9,7 +9,7 @@
 
 #include "catalog.h"
 #include "net/client_state.h"
-#include "net/workers.h"
+#include "net/threads.h"
 #include "patch.h"
 
 /** What a rank announced for a publication (reply to a wait). */

@@ -10,7 +10,7 @@
 #define CMA_H
 
 #include "device/device_sink.h"
-#include "net/reading_threads.h"
+#include "net/threads.h"
 #include "path/path.h"
 #include "worker_pool.h"
 #include <pthread.h>

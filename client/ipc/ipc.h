@@ -12,7 +12,7 @@
 
 #include "device/ipc_map.h"
 #include "ipc/device_plan.h"
-#include "net/workers.h"
+#include "net/threads.h"
 #include "path/path.h"
 #include "plan/plan.h"
 

@@ -4,7 +4,7 @@
 
 #include "device/devices.h"
 #include "error_set.h"
-#include "net/workers.h"
+#include "net/threads.h"
 #include <stdlib.h>
 #include <string.h>
 

@@ -54,7 +54,7 @@ struct fanin_client {
     struct devices *devices;         /**< device/devices.h */
     struct path_peer *paths;         /**< path/path.h; one a peer */
     struct stream_end *streams;      /**< stream/stream_link.h; one a peer */
-    struct reading_threads *readers; /**< net/reading_threads.h */
+    struct reading_threads *readers; /**< net/threads.h */
     struct cma_end *cma;             /**< cma/cma.h */
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
@@ -146,5 +146,32 @@ void span_of_rank(const fanin_client *client, size_t peer, trace_name name,
 /** The same of a connection, whose client's place @p place is, until now. */
 void span_of_connection(const connection *c, const trace_place *place, trace_name name,
                         uint64_t began, fanin_status outcome);
+
+/* What each rank has of one publication: who is gone, who is behind, in words. */
+
+typedef struct rank_status {
+    bool answered;    /**< the rest is known */
+    bool present;     /**< the rank publishes it */
+    int32_t state;    /**< FANIN_PUBLICATION_... */
+    uint64_t age_ms;  /**< since it has this state; 0: not known */
+    uint64_t step;    /**< last committed, 0: none */
+    uint64_t version; /**< of the catalog; 0: none yet */
+    uint8_t keys[16]; /**< digest of the key table */
+} rank_status;
+
+/**
+ * Asks every rank that is there, until @p at; out[i] is peer i's. Who does not answer has answered
+ * false. FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
+ */
+fanin_status rank_status_ask(fanin_client *client, const char *publication, deadline at,
+                             rank_status *out, fanin_error *error);
+
+/**
+ * Writes who can't be read at @p step: first the ranks that are gone, then those that do not
+ * answer, then those that are furthest behind, then those that are in an update. Returns the first
+ * peer that it names, n_peers if there is none.
+ */
+size_t rank_status_text(const fanin_client *client, const rank_status *all,
+                        uint64_t step, char *text, size_t size);
 
 #endif

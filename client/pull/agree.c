@@ -2,7 +2,7 @@
 #include "pull/pull.h"
 
 #include "error_set.h"
-#include "net/rank_status.h"
+#include "net/client_state.h"
 #include "plan/plan.h"
 #include <inttypes.h>
 #include <stdio.h>

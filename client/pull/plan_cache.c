@@ -3,7 +3,7 @@
 
 #include "array.h"
 #include "error_set.h"
-#include "net/workers.h"
+#include "net/threads.h"
 #include "path/path.h"
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,7 @@
 #include "stream/stream_link.h"
 
 #include "error_set.h"
-#include "net/reading_threads.h"
+#include "net/threads.h"
 #include "thread.h"
 #include <stdlib.h>
 #include <string.h>

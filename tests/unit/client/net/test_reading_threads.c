@@ -3,7 +3,7 @@
 #include "clock.h"
 #include "topology.h"
 #include "frame.h"
-#include "net/reading_threads.h"
+#include "net/threads.h"
 #include "testing.h"
 #include "thread.h"
 #include <limits.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Parts of a call's work in several threads: each once, whatever else happens. */
-#include "net/workers.h"
+#include "net/threads.h"
 #include "error_set.h"
 #include "testing.h"
 #include "thread.h"

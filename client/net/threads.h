@@ -4,9 +4,10 @@
  * Threads that read beside the calling one, each with a loop of its own. They are made when a pull
  * first has work for them, and kept until the client is disconnected; between pulls they sleep.
  */
-#ifndef READING_THREADS_H
-#define READING_THREADS_H
+#ifndef THREADS_H
+#define THREADS_H
 
+#include "net/client_state.h"
 #include "net/loop.h"
 #include <stdbool.h>
 #include <stddef.h>
@@ -66,5 +67,37 @@ unsigned reading_connections_for(unsigned cpus, bool ciphered_here);
     by several, up to @p most. False: no memory. */
 bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
                            unsigned most, uint64_t *threads_of);
+
+/*
+ * What a first pull computes for each rank, by several threads at once. They live as long as the
+ * work, so that nothing of a client runs between calls; the calling thread does what none of them
+ * has taken.
+ */
+
+typedef struct workers workers;
+
+/** One part, in whichever thread: parts share nothing that one of them writes. @p stop: the part's
+    own; it stops when the deadline has passed, the call is cancelled or the workers end. */
+typedef fanin_status (*workers_fn)(void *cookie, size_t part, work_stop *stop,
+                                   fanin_error *error);
+
+/** For up to @p n parts of a call that has time until @p at. @p worth: whether there is work enough
+    for threads, which are as many as there are parts and CPUs beyond the caller's. NULL: out of
+    memory. */
+workers *workers_open(fanin_client *client, deadline at, size_t n, bool worth,
+                      workers_fn fn, void *cookie);
+/** Lets a thread do the part, which is below n and begun once. Does not block. */
+void workers_begin(workers *c, size_t part);
+/** Does what no thread has taken, and waits for the others; all look at the deadline and at cancel.
+    The first part, by its number, that failed decides: its status and error, and *failed (may be
+    NULL) is its number. FANIN_ERR_CANCELLED if the call was cancelled. */
+fanin_status workers_finish(workers *c, size_t *failed, fanin_error *error);
+/** Parts 0 .. @p n - 1 from beginning to end, by workers of their own. Errors as of
+    workers_finish(), and FANIN_ERR_MEMORY. */
+fanin_status workers_run(fanin_client *client, deadline at, size_t n, bool worth,
+                         workers_fn fn, void *cookie, fanin_error *error);
+/** Forgets what no thread has taken, stops and waits for the others, ends the threads. *c NULL is
+    fine. */
+void workers_close(workers **c);
 
 #endif
