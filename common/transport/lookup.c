@@ -56,7 +56,6 @@ static void lookup_ask(lookup *l)
 static void *lookup_run(void *cookie)
 {
     lookup *l = cookie;
-    pthread_setname_np(pthread_self(), "fanin-lookup");
     lookup_ask(l);
     atomic_store(&l->done, true);
     wake_up(l->event);
@@ -65,25 +64,11 @@ static void *lookup_run(void *cookie)
     return NULL;
 }
 
-/* Detached, and deaf to the process's signals. */
-static int lookup_start_thread(lookup *l)
-{
-    pthread_attr_t attributes;
-    pthread_t thread;
-    int code = pthread_attr_init(&attributes);
-    if (code != 0)
-        return code;
-    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    const sigset_t before = signals_block();
-    code = pthread_create(&thread, &attributes, lookup_run, l);
-    signals_restore(&before);
-    pthread_attr_destroy(&attributes);
-    return code;
-}
-
 fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
 {
     error_place place = {.phase = "connect", .address = host};
+    fanin_error why = FANIN_ERROR_INIT;
+    pthread_t thread;
     lookup *l = calloc(1, sizeof *l);
     if (!l)
         return error_set_memory(error);
@@ -92,8 +77,12 @@ fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
     l->event = wake_open();
     pin_own_library(); /* the thread may still run when the library is unloaded */
     bool many = atomic_fetch_add(&running, 1) >= LOOKUPS_MOST;
-    int code = l->event < 0 ? errno : many ? EAGAIN : lookup_start_thread(l);
+    int code = l->event < 0 ? errno : many ? EAGAIN : 0;
+    if (code == 0 &&
+        thread_start(&thread, "fanin-lookup", lookup_run, l, &why) != FANIN_OK)
+        code = why.sys_errno;
     if (code == 0) {
+        pthread_detach(thread);
         *out = l;
         return FANIN_OK;
     }
