@@ -2,8 +2,8 @@
 /**
  * @file
  * Which reader takes which unit from the trainer. Each reader finds it out by itself, from the one
- * list of readers that want the same: by a hash, bounded so that no reader has more than one unit
- * more than another. Pure.
+ * list of readers that want the same: by hashes of their ids. No reader has more than one unit more
+ * than another. Pure.
  */
 #ifndef DUTY_H
 #define DUTY_H
@@ -20,8 +20,8 @@ typedef struct member {
 /** How far away another reader is. Where no racks are said, all are as far as the site. */
 typedef enum nearness { NEAR_HOST, NEAR_RACK, NEAR_SITE } nearness;
 
-/** @p owner[unit]: a number of @p members, whatever their order: as of ascending ids. @p load has
-    room for @p n_members numbers; afterwards how many units each has. */
+/** @p owner[unit]: a number of @p members, whose ids ascend and differ. @p load has room for
+    @p n_members numbers; afterwards how many units each has. */
 void duty_deal(const member *members, size_t n_members, uint32_t *owner, size_t n_units,
                uint32_t *load);
 

@@ -346,23 +346,25 @@ static void bring_next(scene *x, size_t source, const uint32_t *owner, size_t wh
     schedule_has(x->schedule, source, (*at)++, false, x->now);
 }
 
-/* An owner that goes on, ten times more slowly than the others: they do not wait for its end. */
 /* Else a silent owner would seem to bring what a third one gets otherwise. */
 TEST_WITH(who_is_dealt_nothing_brings_no_duties, set_up, tear_down)
 {
     scene *x = *state;
-    member list[] = {x->other, x->self};
+    member list[] = {x->self, x->other};
+    uint32_t owner[UNITS], load[2];
     assert_true(schedule_list(x->schedule, list, 2, x->now));
+    duty_deal(list, 2, owner, UNITS, load);
     assert_int_equal(drain(x, 0, MS), UNITS / 2);
     size_t third = schedule_join(x->schedule, &x->third, NEAR_SITE);
-    for (size_t u = 0; u < UNITS / 4; u++) {
+    for (size_t i = 0, at = 0; i < UNITS / 4; i++) {
         x->now += 200 * MS;
-        schedule_has(x->schedule, third, u, false, x->now);
+        bring_next(x, third, owner, 1, &at);
     }
     assert_int_equal(drain(x, third, MS), UNITS / 4);
     assert_in_range(next_unit(x, 0), 0, UNITS - 1);
 }
 
+/* An owner that goes on, ten times more slowly than the others: they do not wait for its end. */
 TEST_WITH(a_slow_owner_is_helped_out, set_up, tear_down)
 {
     scene *x = *state;
