@@ -108,6 +108,23 @@ rank_nice()
     stop_ranks
 }
 
+@test "verify: long values are shown from shortly before where they differ, by whole characters" {
+    start_ranks --adapter-shape small --world-size 1
+    "$NIXL_FETCH" pull "$info" --out d
+    stop_ranks
+    ten=ääääääääää
+    sed -i "s/qwen2.5-0.5b/$ten$ten$ten${ten}a$ten$ten$ten$ten/" d/adapter_config.json
+    start_ranks --adapter d --world-size 1
+    "$NIXL_FETCH" pull "$info" --out e
+    sed -i 's/u00E4a/u00E4b/' e/adapter_config.json
+    run -14 "$NIXL_FETCH" verify "$info" --dir e
+    has "is ...ääääääääb$ten${ten}ä... in the file, ...ääääääääa$ten${ten}ä... on the ranks"
+    sed -i '/base_model_name_or_path/d' e/adapter_config.json
+    run -14 "$NIXL_FETCH" verify "$info" --dir e
+    has "is absent in the file, \"$ten${ten}äääääääää... on the ranks"
+    stop_ranks
+}
+
 @test "a pull ends by SIGTERM with 143, SIGHUP with 129, a doctor by Ctrl-C with 130, and says why" {
     start_ranks --adapter-shape small --world-size 1
     for signal in TERM HUP; do

@@ -10,6 +10,7 @@
 #include "fetch/tensor_directory.h"
 
 #include "digest.h"
+#include "text.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -23,6 +24,7 @@
 
 /* Tensors are pulled in batches, so that memory stays bounded. */
 enum { BATCH_BYTES = 64 << 20, PIECE = 1 << 20 };
+enum { SHOWN = 60 }; /* bytes of a configuration's value in a message */
 
 typedef struct verifier {
     char *dir;    /**< --dir */
@@ -177,6 +179,41 @@ static bool verify_on_rank(void *cookie, const fanin_rank_info *info)
     return true;
 }
 
+/* What begins at the @p from th byte of @p text, as a message shows it: cut between characters. */
+static void show_text(char out[SHOWN + 7], const char *text, size_t from)
+{
+    char shown[SHOWN + 1];
+    utf8_copy(shown, sizeof shown, text + from);
+    snprintf(out, SHOWN + 7, "%s%s%s", from != 0 ? "..." : "", shown,
+             strlen(shown) < strlen(text + from) ? "..." : "");
+}
+
+/* Long values are shown from shortly before where they differ. */
+static void tell_values(verifier *v, const char *field, const json_t *here,
+                        const json_t *there)
+{
+    char name[SHOWN + 7], shown[2][SHOWN + 7];
+    char *texts[2];
+    const json_t *values[2] = {here, there};
+    for (size_t i = 0; i < 2; i++)
+        texts[i] =
+            output_require(values[i] != NULL ? json_dumps(values[i], JSON_ENCODE_ANY)
+                                             : strdup("absent"));
+    size_t from = 0;
+    while (texts[0][from] != '\0' && texts[0][from] == texts[1][from])
+        from++;
+    from = from < SHOWN / 2 ? 0 : from - SHOWN / 4;
+    while (from != 0 && ((unsigned char)texts[0][from] & 0xc0) == 0x80)
+        from--;
+    for (size_t i = 0; i < 2; i++) {
+        show_text(shown[i], texts[i], from);
+        free(texts[i]);
+    }
+    show_text(name, field, 0);
+    snprintf(v->difference, sizeof v->difference,
+             "%s is %s in the file, %s on the ranks", name, shown[0], shown[1]);
+}
+
 /* The first field in which the file's configuration is another than the ranks'. */
 static void compare_config(verifier *v, const json_t *ranks)
 {
@@ -189,14 +226,7 @@ static void compare_config(verifier *v, const json_t *ranks)
         const json_t *here = json_object_get(v->config, field);
         const json_t *there = json_object_get(ranks, field);
         if (here == NULL || there == NULL || !json_equal(here, there)) {
-            char *ours = here != NULL ? json_dumps(here, JSON_ENCODE_ANY) : NULL;
-            char *theirs = there != NULL ? json_dumps(there, JSON_ENCODE_ANY) : NULL;
-            snprintf(v->difference, sizeof v->difference,
-                     "%s is %.60s in the file, %.60s on the ranks", field,
-                     ours != NULL ? ours : "absent",
-                     theirs != NULL ? theirs : "absent");
-            free(ours);
-            free(theirs);
+            tell_values(v, field, here, there);
             break;
         }
     }
