@@ -72,26 +72,6 @@ json()
     stop_ranks
 }
 
-@test "a run that not all ranks publish is a problem" {
-    world=000102030405060708090a0b0c0d0e0f
-    start_ranks --adapter-shape small --world-size 2 --run a --world-id $world --name job
-    IFS=, read -r zero _ <<<"${ready##* }"
-    of_a=$ranks_pid
-    start_ranks --adapter-shape small --world-size 2 --run b --world-id $world --name job
-    IFS=, read -r _ one <<<"${ready##* }"
-    run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,$one"
-    has "rank 1 does not publish lora:a, others do (1 of 2 ranks)"
-    run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,$one" --run b -q
-    has "rank 0 does not publish lora:b, others do (1 of 2 ranks)"
-    run -4 --separate-stderr "$NIXL_FETCH" doctor "${ready##* }" --run a -q
-    has "no rank publishes lora:a"
-    run --separate-stderr "$NIXL_FETCH" doctor "${ready##* }" --run b
-    [[ $output != *"not publish"* ]]
-    kill -TERM "$of_a"
-    stop_ranks
-    gone "$of_a"
-}
-
 @test "another program at a rank's port is told apart from a rank that is down" {
     start_ranks --adapter-shape small --world-size 2
     IFS=, read -r zero _ <<<"${ready##* }"
@@ -121,7 +101,6 @@ with socket.create_server(("127.0.0.1", 0)) as server:
     for _ in {1..10}; do
         run -4 --separate-stderr "$NIXL_FETCH" doctor "$zero,$one" -q --timeout 20s
         has " of another world (launch) than "
-        [[ $output != *"committed anything"* ]]
         run -14 --separate-stderr "$NIXL_FETCH" ping "$zero,$one" --json --timeout 20s
         has " of another world (launch) than "
         [[ $output != *'"healthy"'* ]] || [ "$(field healthy) $(field answered)" = "false 2" ]
@@ -142,4 +121,6 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 @test "wrong usage" {
     run -2 "$NIXL_FETCH" doctor one two
+    run -2 "$NIXL_FETCH" doctor 127.0.0.1:1 --run 0
+    has "'nixl-fetch status' tells what a run is at"
 }

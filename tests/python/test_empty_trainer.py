@@ -23,13 +23,14 @@ def test_an_empty_trainer_is_told() -> None:
         shown = run("show", target, "any.lora_A.weight", "--timeout", "2s")
         assert shown.returncode == 12  # it may come yet
         assert "ranks 0-1 do not publish it" in shown.stderr
-        examined = run("doctor", target)
-        assert "nothing is published: none of the 2 ranks that answer has" in examined.stdout
 
 
-def test_doctor_names_the_rank_that_publishes_nothing() -> None:
+def test_the_rank_that_publishes_nothing_is_named() -> None:
     with servers(3) as made:
         publish([made[0], made[2]], 1)
-        examined = run("doctor", ",".join(addresses(made)))
-        assert "rank 1 publishes nothing, others do (1 of 3 ranks)" in examined.stdout
-        assert examined.returncode == 4
+        target = ",".join(addresses(made))
+        listed = run("list", target)
+        assert "stable, 2 of 3 ranks" in listed.stdout and "absent" in listed.stdout
+        told = run("status", target)
+        assert "rank 1 does not publish this run" in told.stdout
+        assert told.returncode == 11

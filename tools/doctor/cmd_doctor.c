@@ -178,13 +178,12 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
     session s = {0};
     fanin_error error = FANIN_ERROR_INIT;
     doctor_ranks ranks;
-    int code = session_start(&s, self, &d->line, where, d->line.run);
+    int code = session_start(&s, self, &d->line, where, NULL);
     if (code == 0) {
         fanin_status status = session_try(&s, &error);
         fanin_error asked = FANIN_ERROR_INIT;
-        bool wanted = d->line.run != NULL || s.target.n_publications > 0;
-        fanin_status answer = doctor_ask(s.client, facts, wanted ? s.publication : "",
-                                         session_left_ms(&s), &ranks, &asked);
+        fanin_status answer =
+            doctor_ask(s.client, facts, session_left_ms(&s), &ranks, &asked);
         if (ranks.addresses > 0)
             doctor_judge_ranks(facts, &ranks, report);
         if (status == FANIN_OK) {
@@ -218,11 +217,14 @@ static int check_tree(const char *option, const char *path)
 /* Without a TARGET nobody is asked, whatever an option says of it. */
 static int doctor_check_idle(const command *self, const arguments *parsed)
 {
-    static const char asking[] = "run world-size path no-unix no-ucx timeout "
+    static const char asking[] = "world-size path no-unix no-ucx timeout "
                                  "no-checksums threads streams server-name "
                                  "expect-world-id trust-containers "
                                  "trust-other-users secret-file tls-cert tls-key "
                                  "tls-ca trace";
+    if (options_given(parsed, "run") != NULL)
+        return failure_usage(self->name,
+                             "--run: 'nixl-fetch status' tells what a run is at");
     const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
     return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
 }

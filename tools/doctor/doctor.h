@@ -102,29 +102,11 @@ typedef struct doctor_ranks {
     int software_rank; /**< the first with another version of the library, -1: none */
     char other_software[64];
     bool is_local; /**< all addresses are loopback */
-    /* the publication that a rank has been draining or writing for longest, if that is too long */
-    unsigned stuck; /**< how many are */
-    unsigned stuck_rank;
-    uint64_t stuck_ms;
-    char stuck_name[96], stuck_state[16];
-    unsigned empty;      /**< ranks that answer and have committed nothing */
-    unsigned empty_rank; /**< the first of them */
-    /* the run that is asked for, else one that some have committed and others have not */
-    char run[96];
-    unsigned lacking;      /**< ranks that answer and do not publish it */
-    unsigned lacking_rank; /**< the first of them */
-    bool is_one_whole;     /**< none was asked for, and some run is on all ranks */
 } doctor_ranks;
 
-/** An update that takes longer is told of: readers wait for it, and drains end with the lease. */
-enum { DOCTOR_STUCK_MS = 30000 };
-
-/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. @p publication:
-    the one that
-    is wanted, "": any. */
+/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. */
 fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
-                        const char *publication, uint32_t timeout_ms, doctor_ranks *out,
-                        fanin_error *error);
+                        uint32_t timeout_ms, doctor_ranks *out, fanin_error *error);
 void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
                         doctor_report *report);
 

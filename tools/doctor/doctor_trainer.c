@@ -1,84 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "doctor/doctor.h"
 
-#include "fetch/output.h"
-#include "fetch/target.h"
 #include "ucx.h"
 
-#include <inttypes.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-
-typedef struct rank_bits {
-    uint8_t bytes[TARGET_MAX_RANKS / 8];
-} rank_bits;
-
-/* What some rank has committed, and which ones have. */
-typedef struct publication {
-    char *name;
-    rank_bits *ranks;
-} publication;
 
 typedef struct asking {
     const doctor_facts *facts;
     doctor_ranks *ranks;
-    publication *all;
-    size_t count, capacity;
-    rank_bits answered, publish; /**< anything */
 } asking;
-
-static bool has_bit(const rank_bits *bits, unsigned rank)
-{
-    return bits != NULL && (bits->bytes[rank / 8] >> rank % 8 & 1) != 0;
-}
-
-static void set_bit(rank_bits *bits, unsigned rank)
-{
-    bits->bytes[rank / 8] |= (uint8_t)(1u << rank % 8);
-}
-
-static publication *doctor_find(asking *a, const char *name)
-{
-    for (size_t i = 0; i < a->count; i++)
-        if (strcmp(a->all[i].name, name) == 0)
-            return &a->all[i];
-    return NULL;
-}
-
-static void doctor_note(asking *a, const fanin_publication_info *info)
-{
-    publication *p = doctor_find(a, info->name);
-    if (p == NULL) {
-        a->all = output_room(a->all, a->count, &a->capacity, sizeof a->all[0]);
-        p = &a->all[a->count++];
-        *p = (publication){output_require(strdup(info->name)),
-                           output_require(calloc(1, sizeof *p->ranks))};
-    }
-    set_bit(p->ranks, info->rank);
-    set_bit(&a->publish, info->rank);
-}
-
-static bool doctor_on_publication(void *cookie, const fanin_publication_info *info)
-{
-    asking *a = cookie;
-    doctor_ranks *r = a->ranks;
-    bool draining = info->state == FANIN_PUBLICATION_DRAINING;
-    if (info->rank < TARGET_MAX_RANKS && info->catalog_version > 0)
-        doctor_note(a, info);
-    if ((!draining && info->state != FANIN_PUBLICATION_WRITING) ||
-        info->state_age_ms < DOCTOR_STUCK_MS)
-        return true;
-    r->stuck++;
-    if (info->state_age_ms > r->stuck_ms) {
-        r->stuck_ms = info->state_age_ms;
-        r->stuck_rank = info->rank;
-        snprintf(r->stuck_name, sizeof r->stuck_name, "%s", info->name);
-        snprintf(r->stuck_state, sizeof r->stuck_state, "%s",
-                 draining ? "draining" : "writing");
-    }
-    return true;
-}
 
 static bool is_loopback(const char *address)
 {
@@ -86,12 +17,10 @@ static bool is_loopback(const char *address)
            strncmp(address, "localhost", 9) == 0;
 }
 
-static void doctor_compare(asking *a, const fanin_rank_info *info)
+static void doctor_compare(const asking *a, const fanin_rank_info *info)
 {
     doctor_ranks *r = a->ranks;
     char here[64];
-    if (info->rank >= 0 && info->rank < TARGET_MAX_RANKS)
-        set_bit(&a->answered, (unsigned)info->rank);
     r->answered++;
     if (r->software[0] == '\0') {
         snprintf(r->software, sizeof r->software, "%s", info->software);
@@ -109,9 +38,10 @@ static void doctor_compare(asking *a, const fanin_rank_info *info)
     }
 }
 
-static bool doctor_on_rank(void *cookie, const fanin_rank_info *info)
+static bool doctor_on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
 {
-    asking *a = cookie;
+    (void)rtt_ns;
+    const asking *a = cookie;
     doctor_ranks *r = a->ranks;
     r->addresses++;
     r->is_local = r->is_local && is_loopback(info->address);
@@ -135,56 +65,12 @@ static bool doctor_on_rank(void *cookie, const fanin_rank_info *info)
     return true;
 }
 
-/* How many ranks that answer are not among @p ranks, which may be NULL; the first of them. */
-static unsigned count_lacking(const asking *a, const rank_bits *ranks,
-                              unsigned *first_out)
-{
-    unsigned count = 0;
-    for (unsigned rank = 0; rank < TARGET_MAX_RANKS; rank++)
-        if (has_bit(&a->answered, rank) && !has_bit(ranks, rank) && count++ == 0)
-            *first_out = rank;
-    return count;
-}
-
-/* The run that is wanted, else the first that some lack: whether all that answer publish it. */
-static void compare_publications(asking *a, const char *wanted)
-{
-    doctor_ranks *r = a->ranks;
-    r->empty = count_lacking(a, &a->publish, &r->empty_rank);
-    if (wanted[0] != '\0') {
-        const publication *p = doctor_find(a, wanted);
-        snprintf(r->run, sizeof r->run, "%s", wanted);
-        r->lacking = count_lacking(a, p != NULL ? p->ranks : NULL, &r->lacking_rank);
-        return;
-    }
-    for (size_t i = 0; i < a->count; i++) {
-        unsigned first = 0, lacking = count_lacking(a, a->all[i].ranks, &first);
-        if (lacking > 0 && r->lacking == 0) {
-            snprintf(r->run, sizeof r->run, "%s", a->all[i].name);
-            r->lacking = lacking;
-            r->lacking_rank = first;
-        }
-        r->is_one_whole = r->is_one_whole || lacking == 0;
-    }
-}
-
 fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
-                        const char *publication, uint32_t timeout_ms, doctor_ranks *out,
-                        fanin_error *error)
+                        uint32_t timeout_ms, doctor_ranks *out, fanin_error *error)
 {
     *out = (doctor_ranks){.ucx_rank = -1, .software_rank = -1, .is_local = true};
     asking a = {.facts = facts, .ranks = out};
-    fanin_status status =
-        fanin_client_list(client, timeout_ms, doctor_on_publication, &a, error);
-    fanin_status seen = fanin_client_ranks(client, doctor_on_rank, &a, NULL);
-    if (status == FANIN_OK) /* else nobody's are known */
-        compare_publications(&a, publication);
-    for (size_t i = 0; i < a.count; i++) {
-        free(a.all[i].name);
-        free(a.all[i].ranks);
-    }
-    free(a.all);
-    return status != FANIN_OK ? status : seen;
+    return fanin_client_ping(client, timeout_ms, doctor_on_rank, &a, error);
 }
 
 static void judge_strangers(const doctor_ranks *r, doctor_report *report)
@@ -204,7 +90,8 @@ static void judge_strangers(const doctor_ranks *r, doctor_report *report)
 static void judge_reach(const doctor_ranks *r, doctor_report *report)
 {
     if (r->answered == r->addresses)
-        doctor_add(report, DOCTOR_GOOD, "trainer", NULL, "all %u ranks answer, %s",
+        doctor_add(report, DOCTOR_GOOD, "trainer", NULL,
+                   "all %u ranks answer, %s; 'nixl-fetch status' tells of their runs",
                    r->addresses, r->software);
     if (r->silent > 0)
         doctor_add(
@@ -235,52 +122,10 @@ static void judge_reach(const doctor_ranks *r, doctor_report *report)
     judge_strangers(r, report);
 }
 
-/* Of ranks that publish something each. */
-static void judge_run(const doctor_ranks *r, doctor_report *report)
-{
-    if (r->lacking > 0 && r->lacking == r->answered)
-        doctor_add(
-            report, DOCTOR_PROBLEM, "trainer",
-            "check the run's name (--run): nixl-fetch list tells those there are",
-            "no rank publishes %s, they publish other runs", r->run);
-    else if (r->lacking > 0)
-        doctor_add(report, r->is_one_whole ? DOCTOR_WARNING : DOCTOR_PROBLEM, "trainer",
-                   "all ranks of a launch publish the same runs: look at that rank",
-                   "rank %u does not publish %s, others do (%u of %u ranks): nobody "
-                   "can pull it",
-                   r->lacking_rank, r->run, r->lacking, r->answered);
-}
-
-static void judge_publications(const doctor_ranks *r, doctor_report *report)
-{
-    if (r->stuck > 0)
-        doctor_add(report, DOCTOR_PROBLEM, "trainer",
-                   "look at that rank: an update that began must end in a commit or an "
-                   "abort, on every rank",
-                   "rank %u has been %s %s for %" PRIu64
-                   " s%s: no reader gets it meanwhile",
-                   r->stuck_rank, r->stuck_state, r->stuck_name, r->stuck_ms / 1000,
-                   r->stuck > 1 ? ", and others are stuck as well" : "");
-    if (r->empty > 0 && r->empty == r->answered)
-        doctor_add(report, DOCTOR_WARNING, "trainer",
-                   "a trainer publishes with its first commit: has it made one?",
-                   "nothing is published: none of the %u ranks that answer has "
-                   "committed anything",
-                   r->answered);
-    else if (r->empty > 0)
-        doctor_add(report, DOCTOR_PROBLEM, "trainer",
-                   "all ranks of a launch publish the same runs: look at that rank",
-                   "rank %u publishes nothing, others do (%u of %u ranks)",
-                   r->empty_rank, r->empty, r->answered);
-    else
-        judge_run(r, report);
-}
-
 void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
                         doctor_report *report)
 {
     judge_reach(ranks, report);
-    judge_publications(ranks, report);
     if (ranks->software_rank >= 0)
         doctor_add(report, DOCTOR_NOTE, "versions",
                    "install one version of fanin in trainer and worker",

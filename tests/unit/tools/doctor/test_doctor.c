@@ -245,43 +245,6 @@ CASE(open_ranks_are_not_told_to_install_ucx)
     }
 }
 
-CASE(ranks_that_hang_or_hold_nothing_are_told)
-{
-    meet(sysfs_tree_laptop);
-    doctor_ranks ranks = {.addresses = 4,
-                          .answered = 4,
-                          .ucx_rank = -1,
-                          .software_rank = -1,
-                          .stuck = 1,
-                          .stuck_rank = 2,
-                          .stuck_ms = 64000,
-                          .stuck_name = "lora:0",
-                          .stuck_state = "writing",
-                          .empty = 1,
-                          .empty_rank = 3};
-    judge_ranks(&ranks);
-    finding(DOCTOR_PROBLEM, "rank 2 has been writing lora:0 for 64 s");
-    finding(DOCTOR_PROBLEM, "rank 3 publishes nothing, others do (1 of 4 ranks)");
-    ranks.stuck = 0;
-    ranks.empty = 4;
-    judge_ranks(&ranks);
-    finding(DOCTOR_WARNING, "nothing is published: none of the 4 ranks");
-    ranks.empty = 0;
-    snprintf(ranks.run, sizeof ranks.run, "lora:a");
-    ranks.lacking = ranks.lacking_rank = 1;
-    judge_ranks(&ranks);
-    finding(DOCTOR_PROBLEM, "rank 1 does not publish lora:a, others do");
-    ranks.is_one_whole = true;
-    judge_ranks(&ranks);
-    finding(DOCTOR_WARNING, "rank 1 does not publish lora:a, others do");
-    ranks.lacking = 4;
-    judge_ranks(&ranks);
-    finding(DOCTOR_PROBLEM, "no rank publishes lora:a");
-    ranks.lacking = 0;
-    judge_ranks(&ranks);
-    assert_int_equal(doctor_worst(&p.report), DOCTOR_GOOD);
-}
-
 TEST(the_report_is_bounded)
 {
     doctor_report report = {.n = 0};
