@@ -223,12 +223,6 @@ static const char *adapter_identity_digest(const json_t *root, const char *file)
     return pieces ? pieces : json_string_value(json_object_get(found, WHOLE));
 }
 
-/* How many other files it names. */
-static size_t adapter_identity_count(const json_t *root)
-{
-    return json_object_size(json_object_get(root, "files"));
-}
-
 /* -------------------------------------------------- what is there already */
 
 /* What is in the place already: nothing, the adapter that is asked for, or something else. Only
@@ -432,7 +426,7 @@ static fanin_status check_list(const adapter *a, const json_t *root,
                                fanin_error *error)
 {
     const json_t *files = json_object_get(root, "files");
-    bool same = adapter_identity_count(root) == a->files.count + n_texts;
+    bool same = json_object_size(files) == a->files.count + n_texts;
     for (size_t i = 0; i < a->files.count && same; i++)
         same = json_object_get(files, a->files.files[i].name) != NULL;
     for (size_t i = 0; i < n_texts && same; i++)

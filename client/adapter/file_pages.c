@@ -245,11 +245,6 @@ static place part_place(const file_pages *p, uint64_t step)
     return (place){&found->is, offset, left < STEP ? left : STEP};
 }
 
-static bool touch_step(const file_pages *p, place at)
-{
-    return file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes);
-}
-
 static int write_zeros(int file, uint64_t at, uint64_t size)
 {
     static const char zeros[65536];
@@ -302,7 +297,8 @@ static bool make_pages_of(file_pages *p, uint64_t step)
 {
     if (!p->in_memory && make_space(p, step) != 0)
         return false;
-    if (!touch_step(p, part_place(p, step)))
+    place at = part_place(p, step);
+    if (!file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes))
         return false;
     atomic_store(&p->have[step], true);
     return true;

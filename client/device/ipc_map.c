@@ -222,17 +222,12 @@ static void open_allocation(ipc_map *map, ipc_mapping *m)
         *m->why = why;
 }
 
-static bool is_to_be_opened(const ipc_mapping *m)
-{
-    return !m->base && m->holders > 0;
-}
-
 /* The first from number *@p at on, which is then behind it; NULL: none. */
 static ipc_mapping *next_wanted(const ipc_map *map, size_t *at)
 {
     while (*at < map->n) {
         ipc_mapping *m = map->all[(*at)++];
-        if (is_to_be_opened(m))
+        if (!m->base && m->holders > 0)
             return m;
     }
     return NULL;

@@ -503,12 +503,6 @@ static void set_links_owing(const stream_reading *s, bool some)
     }
 }
 
-static void set_none_owing(const stream_reading *s)
-{
-    for (size_t i = 0; i < s->r->plan->n_sources; i++)
-        connection_set_owing(path_source(s->r, i), false);
-}
-
 static fanin_status wait_for_them(stream_reading *s, deadline at, fanin_error *error)
 {
     uint64_t began = clock_ns();
@@ -544,7 +538,8 @@ fanin_status stream_connect(const path_reading *r, bool all, deadline at,
         status = start_sources(s, NULL, all, error);
     if (status == FANIN_OK)
         status = wait_for_them(s, at, error);
-    set_none_owing(s);
+    for (size_t i = 0; i < r->plan->n_sources; i++)
+        connection_set_owing(path_source(r, i), false);
     (void)finish(s);
     span_of_call(r->client, TRACE_CONNECT, began, status, NULL);
     return status;

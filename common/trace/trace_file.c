@@ -142,11 +142,6 @@ static void add_digits(trace_file *f, uint64_t number, size_t least)
     trace_file_text(f, digits + at);
 }
 
-static void trace_file_number(trace_file *f, uint64_t number)
-{
-    add_digits(f, number, 1);
-}
-
 /* Nanoseconds as microseconds with three digits behind the point. */
 static void trace_file_micros(trace_file *f, uint64_t ns)
 {
@@ -316,7 +311,7 @@ static void tell_row(trace_file *f, pid_t pid, const trace_thread *t,
 static void put_member(trace_file *f, const char *name, uint64_t value)
 {
     trace_file_text(f, name);
-    trace_file_number(f, value);
+    add_digits(f, value, 1);
 }
 
 /* What the viewer shows beside the span: only what there is. */

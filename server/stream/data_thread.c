@@ -96,22 +96,6 @@ static bool data_thread_adopt(data_thread *t, const handover *h)
     return true;
 }
 
-static unsigned data_thread_load(const data_thread *t)
-{
-    return atomic_load(&t->load);
-}
-
-static uint64_t data_thread_cpu_ns(const data_thread *t)
-{
-    return thread_cpu_ns_of(t->thread);
-}
-
-static void data_thread_look(data_thread *t)
-{
-    if (data_thread_load(t) > 0)
-        wake_up(t->wake);
-}
-
 static void accept_handovers(data_thread *t)
 {
     pthread_mutex_lock(&t->lock);
@@ -369,12 +353,6 @@ static fanin_status data_thread_start(fanin_server *s, data_thread **out,
     return FANIN_OK;
 }
 
-static void data_thread_stop(data_thread *t)
-{
-    atomic_store(&t->quit, true);
-    wake_up(t->wake);
-}
-
 static void data_thread_end(data_thread **thread)
 {
     data_thread *t = *thread;
@@ -415,10 +393,9 @@ bool stream_adopt(fanin_server *s, const handover *h)
     const struct stream *t = s->stream;
     data_thread *least = t->threads[0];
     for (unsigned i = 1; i < t->n; i++)
-        if (data_thread_load(t->threads[i]) < data_thread_load(least))
+        if (t->threads[i]->load < least->load)
             least = t->threads[i];
-    if (data_thread_load(least) > 0 && t->n < s->data_threads &&
-        add(s, NULL) == FANIN_OK)
+    if (least->load > 0 && t->n < s->data_threads && add(s, NULL) == FANIN_OK)
         least = t->threads[t->n - 1];
     return data_thread_adopt(least, h);
 }
@@ -426,14 +403,15 @@ bool stream_adopt(fanin_server *s, const handover *h)
 void stream_wake(fanin_server *s)
 {
     for (unsigned i = 0; i < s->stream->n; i++)
-        data_thread_look(s->stream->threads[i]);
+        if (s->stream->threads[i]->load > 0)
+            wake_up(s->stream->threads[i]->wake);
 }
 
 uint64_t stream_cpu_ns(const fanin_server *s)
 {
     uint64_t all = 0;
     for (unsigned i = 0; i < s->stream->n; i++)
-        all += data_thread_cpu_ns(s->stream->threads[i]);
+        all += thread_cpu_ns_of(s->stream->threads[i]->thread);
     return all;
 }
 
@@ -450,8 +428,10 @@ void stream_destroy(fanin_server *s)
     struct stream *t = s->stream;
     if (!t)
         return;
-    for (unsigned i = 0; i < t->n; i++)
-        data_thread_stop(t->threads[i]);
+    for (unsigned i = 0; i < t->n; i++) {
+        atomic_store(&t->threads[i]->quit, true);
+        wake_up(t->threads[i]->wake);
+    }
     for (unsigned i = 0; i < t->n; i++)
         data_thread_end(&t->threads[i]);
     kept_digests_free(t->kept);

@@ -219,12 +219,6 @@ static chunk *chunk_make(stage *s, const peer_share *first, fanin_error *error)
     return c;
 }
 
-static void unwait(stage *s, connection *c)
-{
-    if (c->staged.turn.waits)
-        turns_leave(&s->waiting[c->from->is_own], &c->staged.turn);
-}
-
 static void await(stage *s, connection *c)
 {
     if (c->staged.turn.waits)
@@ -469,7 +463,8 @@ void stage_drop_first(stage *s, staged *of)
 
 void stage_leave(stage *s, connection *c)
 {
-    unwait(s, c);
+    if (c->staged.turn.waits)
+        turns_leave(&s->waiting[c->from->is_own], &c->staged.turn);
     while (c->staged.first)
         stage_drop_first(s, &c->staged);
     chunk *granted = c->staged.granted;
