@@ -9,7 +9,7 @@
 #include "error_set.h"
 #include "log_choice.h"
 #include "lookup.h"
-#include "net/connect.h"
+#include "net/connection.h"
 #include "net/threads.h"
 #include "pull/choose_path.h"
 #include "pull/plan_cache.h"

@@ -15,7 +15,6 @@
 #include "publish/commit.h"
 #include "publish/lease.h"
 #include "shards/registration.h"
-#include "stream/limit.h"
 #include "stream/stream.h"
 #include "text.h"
 #include "thread.h"

@@ -2,7 +2,7 @@
 #include "catalog/survey.h"
 
 #include "error_set.h"
-#include "net/connect.h"
+#include "net/connection.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #include "catalog.h"
 #include "host.h"
 #include "log.h"
-#include "net/talk.h"
+#include "net/connection.h"
 #include "trace.h"
 #include "worker_pool.h"
 #include <fanin/client.h>

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/connect.h"
+#include "net/connection.h"
 
 #include "error_set.h"
 #include "net/client_state.h"
-#include "net/talk.h"
 #include "net/trust.h"
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/talk.h"
+#include "net/connection.h"
 
 #include "error_set.h"
 #include "net/client_state.h"

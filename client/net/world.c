@@ -9,7 +9,7 @@
 
 #include "error_set.h"
 #include "net/client_rules.h"
-#include "net/connect.h"
+#include "net/connection.h"
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>

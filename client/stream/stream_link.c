@@ -4,7 +4,7 @@
 #include "convert.h"
 #include "device/devices.h"
 #include "error_set.h"
-#include "net/connect.h"
+#include "net/connection.h"
 #include "net/trust.h"
 #include <errno.h>
 #include <stddef.h>

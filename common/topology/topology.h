@@ -8,6 +8,7 @@
 #define TOPOLOGY_H
 
 #include <fanin/types.h>
+#include <stdbool.h>
 
 /* Access Control Services of PCIe bridges: whether traffic between devices is sent up. */
 
@@ -105,5 +106,21 @@ const topology_gpu *topology_gpu_at(const topology *t, const char *pci);
  */
 bool topology_choose_port(const topology *t, const topology_place *near,
                           char name[TOPOLOGY_NAME + 8]);
+
+/* What libibverbs, loaded at run time, can do with a device: may it be opened, does it take GPU
+   memory as dma-buf (verbs.c). */
+
+typedef enum verbs_answer { VERBS_UNKNOWN, VERBS_NO, VERBS_YES } verbs_answer;
+
+typedef struct verbs_facts {
+    bool built_in;         /**< built with libibverbs' headers */
+    bool loaded;           /**< libibverbs.so.1 is there */
+    verbs_answer can_open; /**< NO: no device file, or no permission */
+    verbs_answer dma_buf;  /**< the driver registers dma-bufs */
+    int open_errno;
+} verbs_facts;
+
+/** Opens the device of that name for a moment. Thread: any. */
+verbs_facts verbs_probe(const char *nic);
 
 #endif

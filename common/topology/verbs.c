@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "verbs.h"
+#include "topology.h"
 
 #if FANIN_HAVE_VERBS
 #include <dlfcn.h>

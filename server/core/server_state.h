@@ -54,7 +54,7 @@ struct fanin_server {
     bool is_nice; /**< its threads have the value nice; false: that of their creator */
     int nice;
     bool sessions_limited;                     /**< ... by the limit of open files */
-    uint64_t max_memory, max_bytes_per_second; /**< 0: no limit (stream/limit.h) */
+    uint64_t max_memory, max_bytes_per_second; /**< 0: no limit (stream/stream.h) */
     socket_address address;                    /**< that it listens on, with the port */
     uint16_t port;
     bool has_unix; /**< its own user comes by a socket of its own */

@@ -4,7 +4,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/filling.h"
-#include "stream/limit.h"
+#include "stream/stream.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -15,6 +15,8 @@
 #define SLOW_EVERY_NS UINT64_C(60000000000)
 #define TELL_MS 1000
 #define DIGEST_MOST ((size_t)256 << 10) /* stays in a cache */
+
+bucket limit_bucket;
 
 /* ------------------------------------------------------------------- life */
 
@@ -96,6 +98,20 @@ static bool share_is_used(const stream_tools *t, const connection *c, bool crowd
     return is_counted(t, c) &&
            (crowded || (is_reading(c) ? peer_send_must_rest(t->server, c->from)
                                       : peer_must_rest(t->server, c->from)));
+}
+
+static bool limit_is_reached(const fanin_server *s)
+{
+    return s->max_bytes_per_second > 0 &&
+           bucket_ready(&limit_bucket, LIMIT_WINDOW_NS) > clock_ns();
+}
+
+/* So much was sent, be the limit reached or not. */
+static void limit_charge(const fanin_server *s, uint64_t bytes)
+{
+    if (s->max_bytes_per_second > 0)
+        bucket_take(&limit_bucket, clock_ns(),
+                    bytes * UINT64_C(1000000000) / s->max_bytes_per_second);
 }
 
 /* By the bytes a second of all that is sent. */

@@ -7,7 +7,7 @@
 #include "guests/peer.h"
 #include "stream/stage.h"
 #include "stream/stream.h"
-#include "stream/stream_digest.h"
+#include "stream/read_job.h"
 #include <sys/queue.h>
 
 /** PROGRESS_MORE: it can go on at once, PROGRESS_FIRST: before others; PROGRESS_WAIT: not before
@@ -44,7 +44,7 @@ typedef struct connection {
     bool deaf; /**< epoll tells nothing of it, for it rests */
     bool
         resting; /**< it waits, with room in its socket: its peer has had its share of CPU
-                      time (guests/peer.h), or all have had theirs of the network (limit.h) */
+                      time (guests/peer.h), or all have had theirs of the network (stream.h) */
     bool ended;     /**< its session is over: it has no other turn than to be closed */
     peer_turn turn; /**< of those that rest */
     bool waiting;   /**< its socket is full: counted in sends_waiting */

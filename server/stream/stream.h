@@ -39,4 +39,16 @@ typedef struct handover {
     taken. By the control thread, lock not held. */
 bool stream_adopt(fanin_server *s, const handover *h);
 
+/*
+ * How many bytes of tensors are streamed a second (max_bytes_per_second). Servers of one process
+ * share a host's network, and a cache has a server for each step that it keeps: so all that have a
+ * limit share one bucket, and a byte takes the time that its server's limit says. Any thread.
+ */
+
+#define LIMIT_WINDOW_NS                                                                \
+    UINT64_C(50000000)      /**< what was not sent for so long may be sent at once */
+#define LIMIT_LEAST 1000000 /**< bytes a second: less would stall readers */
+
+extern bucket limit_bucket;
+
 #endif

@@ -8,7 +8,6 @@
 #define DOCTOR_H
 
 #include "topology.h"
-#include "verbs.h"
 
 #include <fanin/client.h>
 

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The control connection to one rank: greeting, odd frames, silence, its end and a new one. */
-#include "net/connect.h"
-#include "net/talk.h"
+#include "net/connection.h"
 #include "stub_ranks.h"
 #include "testing.h"
 #include <sys/resource.h>

@@ -3,7 +3,7 @@
 #include "clock.h"
 #include "log_catcher.h"
 #include "server_peer.h"
-#include "stream/limit.h"
+#include "stream/stream.h"
 #include "testing.h"
 
 #define MIB ((size_t)1 << 20)
