@@ -3,7 +3,6 @@
 #ifndef PULL_SESSION_H
 #define PULL_SESSION_H
 
-#include "pull/destination.h"
 #include "pull/pull.h"
 
 /** Begins a session of @p count tensors, into @p d, whose ranges last and whose functions are not

@@ -15,7 +15,7 @@
 #include "core/bucket.h"
 #include "gpu.h"
 #include "log.h"
-#include "shards/region.h"
+#include "shards/registration.h"
 #include "socket.h"
 #include "tls.h"
 #include "ucx.h"

@@ -4,7 +4,6 @@
 #include "catalog.h"
 #include "error_set.h"
 #include "gpu_finder.h"
-#include "shards/region.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -9,7 +9,7 @@
 
 #include "array.h"
 #include "catalog.h"
-#include "shards/region.h"
+#include "shards/registration.h"
 #include "shards/shard.h"
 
 #include <stdatomic.h>
