@@ -66,12 +66,11 @@ struct adapter {
 
     /* what is to be written */
     tensor_files files;
-    peft_config config;     /**< text NULL: there is none */
-    adapter_layout *kept;   /**< the client's; NULL: nothing is kept */
-    adapter_layout_key key; /**< of files and config */
-    const char
-        *publication; /**< of them, the caller's; NULL: they are not to be kept */
-    bool headed;      /**< the files have their headers */
+    peft_config config;      /**< text NULL: there is none */
+    adapter_layout *kept;    /**< the client's; NULL: nothing is kept */
+    adapter_layout_key key;  /**< of files and config */
+    const char *publication; /**< of them, the caller's; NULL: not to be kept */
+    bool headed;             /**< the files have their headers */
 
     int replaced; /**< the directory in the place that is to be replaced, open; -1: none */
 
@@ -87,8 +86,7 @@ struct adapter {
     mapped_file *mapped; /**< as many as files.count; NULL: none */
     size_t n_mapped;
     worker_pool *pool; /**< of digests */
-    file_pages
-        *pages; /**< of files that are made as bytes come; NULL: they are all there */
+    file_pages *pages; /**< of files made as bytes come; NULL: all are there */
 };
 
 /** "adapter" or "model", for messages. */
@@ -152,8 +150,7 @@ void adapter_discard(adapter *a);
 /* What a client's last directories held, by the digests that are made anyway: a trainer that
    commits steps and writes nothing is found by those who pull them. One thread. */
 
-#define STEPS_KEPT                                                                     \
-    32 /**< publications, or forms of one, that are remembered; the oldest goes */
+#define STEPS_KEPT 32 /**< publications, or forms of one, that are remembered */
 
 /** Zeroed: none. */
 struct step_contents {

@@ -23,9 +23,8 @@ typedef struct survey {
     /** MSG_LIST, MSG_PING, MSG_WAIT (for the newest step), or MSG_STATS: a rank that does not know
         that is asked for its list */
     message_type type;
-    const char
-        *publication; /**< of a wait, and of stats, NULL: all; NULL for the others */
-    bool first;       /**< one good answer is enough */
+    const char *publication; /**< of a wait; of stats, NULL: all; else NULL */
+    bool first;              /**< one good answer is enough */
     deadline at;
     answer *answers; /**< one a peer */
 } survey;

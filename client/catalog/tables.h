@@ -101,11 +101,10 @@ struct fetch {
     size_t peer;
     message_type type; /**< MSG_KEYS, MSG_BOXES, MSG_REGIONS */
     msg_blob_request request;
-    key_set
-        keys; /**< of MSG_BOXES: what is asked for, empty: all; freed by fetch_free() */
-    buffer ranges;                        /**< as request.keys; likewise */
-    buffer data;                          /**< the blob; likewise */
-    uint64_t total;                       /**< its size, as the page before said */
+    key_set keys;   /**< of MSG_BOXES: asked for, empty: all; fetch_free() frees */
+    buffer ranges;  /**< as request.keys; likewise */
+    buffer data;    /**< the blob; likewise */
+    uint64_t total; /**< its size, as the page before said */
     void (*here)(void *cookie, fetch *f); /**< called when it is; may be NULL */
     void *cookie;
     fanin_client *client;

@@ -154,8 +154,7 @@ typedef struct devices {
     char missing[256];     /**< why there is none; "": not tried yet */
     ipc_map *map;          /**< other processes' device memory; NULL: none yet */
     device_memory *memory; /**< own memory and streams; NULL: not needed yet */
-    uint64_t
-        gather_bytes; /**< for host memory a device more gathers for each so many */
+    uint64_t gather_bytes; /**< for each of which one device more gathers */
 } devices;
 
 /** Fills client->devices; nothing is loaded yet. FANIN_ERR_MEMORY. */

@@ -26,16 +26,14 @@ struct ipc_mapping {
     uint64_t hash;
     void *base; /* NULL: not mapped */
     size_t holders;
-    fanin_error *
-        why; /* the last opening failed; NULL: it did not, or there was no memory to tell */
+    fanin_error *why; /* of the last opening; NULL: it did not fail, or no memory */
 };
 
 /* Of a model they come by the ten thousand, in any order, so they are found by hash. Whoever makes
    up handles does not know the salt. */
 struct ipc_map {
     gpu *g;
-    pthread_mutex_t
-        lock; /* of all that follows: one thread may open what another takes */
+    pthread_mutex_t lock; /* of all that follows: threads open and take */
     pthread_cond_t changed;
     ipc_mapping **all; /* in the order in which they were taken first */
     size_t n, capacity;

@@ -79,9 +79,8 @@ typedef struct device_base {
 /** What lands on one device. */
 typedef struct device_part {
     int device;
-    gpu_table *table; /**< NULL: entries */
-    copy_entry
-        *entries; /**< at most AREA_ENTRIES; for one read they are not uploaded */
+    gpu_table *table;    /**< NULL: entries */
+    copy_entry *entries; /**< at most AREA_ENTRIES; of one read not uploaded */
     uint64_t n_entries;
     uint64_t bytes; /**< of the sources */
 } device_part;

@@ -18,13 +18,11 @@ typedef struct publication publication; /* catalog/tables.h */
 /** One trainer rank: its connection. */
 typedef struct peer {
     connection *control;
-    uint64_t
-        generation; /**< of the connection; what was built upon another one is void */
+    uint64_t generation; /**< of the connection; what is of another one is void */
     uint64_t admitted; /**< of the connection that was compared with the other ranks' */
     bool slow;         /**< the last call stopped waiting for the connection */
     bool half_made;    /**< it was being made already when this call began */
-    uint64_t
-        lost_ns; /**< when a pull last lost it; 0: never, or others do not suffice */
+    uint64_t lost_ns;  /**< when a pull lost it; 0: it did not, or it is needed */
 } peer;
 
 struct fanin_client {
@@ -46,9 +44,8 @@ struct fanin_client {
     struct {
         uint64_t since_ns;
         unsigned told, left_out;
-    } pulls_told; /**< pull/result.c: lines of the current second */
-    uint64_t
-        plan_seed; /**< which of several holders it reads what from, see plan/plan.h */
+    } pulls_told;       /**< pull/result.c: lines of the current second */
+    uint64_t plan_seed; /**< which of several holders it reads (plan/plan.h) */
     /* what rooms above this one keep between calls, each its own; NULL: nothing */
     publication *publications;       /**< catalog/tables.h */
     struct devices *devices;         /**< device/devices.h */
@@ -59,10 +56,8 @@ struct fanin_client {
     struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
     struct spare_file *spare;        /**< adapter/spare_file.h */
     struct adapter_layout *layout;   /**< adapter/adapter.h */
-    struct step_contents
-        *contents; /**< adapter/adapter_internal.h; until it is destroyed */
-    fanin_session
-        *session; /**< pull/pull_session.h: until it ends no other call may run */
+    struct step_contents *contents;  /**< adapter/adapter_internal.h */
+    fanin_session *session;          /**< pull/pull_session.h: no other call may run */
 };
 
 /** Makes client->cancel. FANIN_ERR_LIMIT. */

@@ -81,8 +81,7 @@ struct connection {
     uint64_t next_request;
     deadline connect_by;
     uint64_t started_ns; /**< when it began to connect */
-    uint64_t
-        heard_ns; /**< last byte from the peer, or when it began to owe an answer */
+    uint64_t heard_ns;   /**< last byte from the peer, or since it owes an answer */
     bool pinged, owing;
     bool silent;      /**< it, or the last attempt to make it, ended in silence */
     uint64_t look_ns; /**< when silence is to be looked at next; 0: nobody waits */

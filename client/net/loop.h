@@ -19,8 +19,7 @@ struct loop_source {
 
 typedef struct loop {
     int epoll;
-    struct epoll_event
-        *batch; /**< events being dispatched, so that remove can void them */
+    struct epoll_event *batch; /**< being dispatched: remove can void them */
     int batch_size;
 } loop;
 

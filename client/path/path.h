@@ -171,9 +171,8 @@ typedef struct reader_lease {
     bool held;
     uint8_t token[16];
     uint32_t lease_ms;
-    uint32_t
-        first_region; /**< added to the box table's regions: where the bytes are now */
-    uint64_t generation; /**< of the connection that it was granted on */
+    uint32_t first_region; /**< added to the box table's regions */
+    uint64_t generation;   /**< of the connection that it was granted on */
     uint64_t
         epoch; /**< of the publication, or the generation of its copy; of early leases
                               only if patches were asked for */
@@ -197,18 +196,13 @@ typedef struct path_reading {
     size_t n_ranges;
     need_fn need;     /**< of host memory; may be NULL; its failure is the reading's */
     landed_fn landed; /**< of what lands in host memory; may be NULL */
-    digested_fn
-        digested; /**< wants digests from whoever has them without reading; may be
-                             NULL */
-    void *cookie; /**< of the three */
-    bool pinned;  /**< CUDA's copy engine may write the destination's host memory */
+    digested_fn digested; /**< takes digests that need no reading; may be NULL */
+    void *cookie;         /**< of the three */
+    bool pinned; /**< CUDA's copy engine may write the destination's host memory */
     const fanin_stream *after; /**< what lands on devices comes after its work */
-    struct device_sink
-        *sink; /**< takes what lands in CUDA memory; NULL: nothing does */
-    uint64_t
-        *done_ns; /**< out, of each source: when its last byte was found in place */
-    const served
-        *served; /**< of each peer: what the reads before this one have brought */
+    struct device_sink *sink;  /**< of what lands in CUDA memory; NULL: nothing */
+    uint64_t *done_ns;         /**< out, of each source: when all was in place */
+    const served *served;      /**< of each peer: by the reads before */
 } path_reading;
 
 /** A path. */

@@ -30,8 +30,7 @@ typedef struct peft_module {
 typedef struct peft_modules {
     peft_module *items; /**< in the order of names */
     uint32_t count, n_fused;
-    const peft_tensor *
-        *saved; /**< one tensor of each module that came as modules_to_save */
+    const peft_tensor **saved; /**< one tensor of each module that is saved */
     uint32_t n_saved;
     const peft_tensor *malformed; /**< a PEFT_MALFORMED tensor, NULL: none */
 } peft_modules;
@@ -69,8 +68,7 @@ typedef struct peft_maker {
     uint64_t num_experts; /**< from the metadata, 0: unknown */
     pattern_budget budget;
     work_stop *stop; /**< once it is stopped, nothing found is used */
-    pattern
-        *target; /**< of target_modules, where that is a string; NULL: not yet made */
+    pattern *target; /**< of target_modules, a string; NULL: not made */
 } peft_maker;
 
 /** FANIN_ERR_MISMATCH about @p key (UINT32_MAX: none). */

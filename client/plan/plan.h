@@ -27,9 +27,8 @@ typedef struct plan_target {
     uint32_t group; /**< the caller's number for what it is part of; pieces keep it */
 } plan_target;
 
-#define PIECE_MAX ((uint64_t)4 << 20) /**< bytes of one piece */
-#define PLAN_SPLIT                                                                     \
-    ((uint64_t)64 << 20) /**< bytes of a box that one holder serves alone */
+#define PIECE_MAX ((uint64_t)4 << 20)   /**< bytes of one piece */
+#define PLAN_SPLIT ((uint64_t)64 << 20) /**< of a box that one holder serves */
 
 /** A block of one box: its elements land together. */
 typedef struct piece {
@@ -120,8 +119,7 @@ uint64_t piece_bytes(const plan *plan, const piece *p);
 /** What is asked for where bytes are asked for. */
 typedef struct piece_ranges {
     uint64_t count, length; /**< of each, all alike */
-    const strided *
-        landing; /**< from all of them, one behind the other; NULL: contiguous, as it is */
+    const strided *landing; /**< from all of them, in a row; NULL: as they are */
 } piece_ranges;
 
 piece_ranges piece_ranges_of(const plan *plan, const piece *p);

@@ -7,8 +7,7 @@
 
 /* ---------------------------------------------- numbering of equal things */
 
-#define HASH_WORDS                                                                     \
-    65536 /* that are hashed without a look at whether it is still wanted */
+#define HASH_WORDS 65536 /* hashed without a look at whether it is wanted */
 
 uint32_t intern_next(const intern *t, uint64_t hash, uint64_t *probe)
 {

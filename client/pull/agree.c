@@ -49,12 +49,11 @@ typedef struct agreement {
     announcement *announced;
     bool *use;
     asker *askers;
-    rank_status
-        *statuses;   /* asked for when ranks are lost, and when time is nearly over */
-    bool time_is_up; /* a rank has said so */
-    uint64_t target; /* the furthest step that a rank announces which is there */
-    deadline grace;  /* when a sufficient set is enough; UINT64_MAX: not yet running */
-    size_t changes;  /* replies so far: an insufficient set is judged once */
+    rank_status *statuses; /* asked when ranks are lost, or time is short */
+    bool time_is_up;       /* a rank has said so */
+    uint64_t target;       /* the furthest step that a rank announces which is there */
+    deadline grace; /* when a sufficient set is enough; UINT64_MAX: not yet running */
+    size_t changes; /* replies so far: an insufficient set is judged once */
     size_t judged;
     size_t gone;   /* ranks that are not there */
     deadline look; /* when to judge whether the others can do without them */

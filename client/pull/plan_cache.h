@@ -18,21 +18,18 @@ typedef struct plan_part {
     path_plan plan;               /**< of a part: sources are the whole's */
     void **details[PATH_READERS]; /**< what each path reads each source by */
     void *shared[PATH_READERS];   /**< and all of them */
-    memory_range *
-        ranges; /**< the destination's that it reaches, if they follow from its layout */
+    memory_range *ranges; /**< the destination's that it reaches, if they last */
     size_t n_ranges;
 } plan_part;
 
 /** A plan and what it was made from. */
 typedef struct plan_cache {
     bool valid;
-    bool
-        proven; /**< leases were taken for it: tables, paths and details were at hand */
+    bool proven;      /**< leases were taken for it: all is at hand */
     digest made_from; /**< of tables, participants and destination layout */
     digest layout;    /**< the destination's */
-    digest
-        base; /**< its name as what a destination holds (delta/delta.h); 0: not asked for yet */
-    uint64_t used; /**< greater than that of all that were used before; 0: never */
+    digest base;      /**< base_name() of the whole; 0: not asked for yet */
+    uint64_t used;    /**< greater than that of all that were used before; 0: never */
     plan_part whole;
     plan_index index;  /**< no places: not made yet */
     plan_part **parts; /**< that are kept, by their runs */

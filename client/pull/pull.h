@@ -74,10 +74,9 @@ typedef struct read_progress {
 /** Leases that ranks are to grant together with their announcements, if they can announce at once.
     */
 typedef struct early_begin {
-    const uint64_t
-        *versions;        /**< one a peer: the catalog that is at hand; 0: no lease */
-    reader_lease *leases; /**< one a peer, out */
-    uint64_t since_ns;    /**< out: when the first was granted; 0: none was */
+    const uint64_t *versions; /**< one a peer: the catalog at hand; 0: no lease */
+    reader_lease *leases;     /**< one a peer, out */
+    uint64_t since_ns;        /**< out: when the first was granted; 0: none was */
 } early_begin;
 
 typedef struct pull {
@@ -112,18 +111,15 @@ typedef struct pull {
     uint64_t leased_ns;      /**< when the first lease was asked for */
     uint64_t held_ns;        /**< how long they were needed */
     uint32_t lease_ms;       /**< how long they last: the longest */
-    uint32_t
-        pause_ms; /**< the widest before the last restart that no update has caused */
+    uint32_t pause_ms;       /**< the widest before a restart that no update caused */
     unsigned transport_failures;
-    delta *delta; /**< the attempt's: patches are read; NULL: the whole */
-    uint64_t
-        drops; /**< of the destination's base, when this pull looked at it or wrote it */
-    bool writes;  /**< the destination's base counts it as a writer */
-    bool unequal; /**< patches led to other bytes: no more of them in this call */
-    struct verifier
-        *kept;         /**< what ranks have digested, to be compared after the end */
-    fanin_error stale; /**< the last reason to restart */
-    fanin_error lost;  /**< the last lost rank or path that was a reason to restart */
+    delta *delta;   /**< the attempt's: patches are read; NULL: the whole */
+    uint64_t drops; /**< of the destination's base, as this pull left it */
+    bool writes;    /**< the destination's base counts it as a writer */
+    bool unequal;   /**< patches led to other bytes: no more of them in this call */
+    struct verifier *kept; /**< ranks' digests, to be compared after the end */
+    fanin_error stale;     /**< the last reason to restart */
+    fanin_error lost; /**< the last lost rank or path that was a reason to restart */
 } pull;
 
 static inline plan_part *pull_part(const pull *p)

@@ -14,8 +14,7 @@
 #define TELL_NS (50 * MS)   /* who asked to be told */
 #define LOOK_NS (1000 * MS) /* nobody did: for the log alone */
 #define SLOW_NS (1000 * MS) /* from when on a rank holds a pull up */
-#define LOG_NS                                                                         \
-    (5000 * MS) /* and from when on the log says so; then at twice the time each */
+#define LOG_NS (5000 * MS)  /* from then on the log says so; then at twice the time */
 
 /* One rank in this read. */
 typedef struct watched {

@@ -16,8 +16,7 @@ typedef struct memory_destination {
     const described *all;
     const places *places;
     fanin_dtype dtype; /* what F32 arrives as, unless F32 is wanted; 0: F32 */
-    int64_t *
-        keys; /* of each tensor in the key table `matched`, -1: none; NULL: not looked up */
+    int64_t *keys;     /* of each tensor in `matched`, -1: none; NULL: not looked up */
     digest matched;
     digest prepared; /* the key table that targets, if there are any, are of */
     plan_target *targets;

@@ -23,10 +23,9 @@ typedef struct data_connection {
     tls *tls;              /* NULL: there is none, or not yet */
     uint64_t queue[QUEUE]; /* requests, oldest first */
     unsigned queued;
-    uint64_t
-        requests;  /* sent, with the hello: the last one's number, never used again */
-    framing in;    /* but for the bytes that were asked for */
-    checksum *sum; /* sealed: of the reply to a read that is coming, up to now */
+    uint64_t requests; /* sent, with the hello: the last one's number */
+    framing in;        /* but for the bytes that were asked for */
+    checksum *sum;     /* sealed: of the reply to a read that is coming, up to now */
     /* where in the oldest request's pieces the bytes that come next belong */
     uint64_t piece, pieces_end, run;
     struct iovec iov[MAX_IOVECS];

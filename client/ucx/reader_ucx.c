@@ -52,9 +52,8 @@ struct one_sided {
     const path_reading *r;
     ucx_end *end;
     size_t n, turn;
-    uint64_t bytes; /* to be fetched */
-    ucx_local *
-        *locals; /* of each range of the destination, NULL: it is not registered */
+    uint64_t bytes;     /* to be fetched */
+    ucx_local **locals; /* of each range of the destination; NULL: none */
     size_t n_locals;
     int context; /* a device whose memory UCX writes to, -1: none */
     get gets[GETS];

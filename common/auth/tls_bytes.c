@@ -52,8 +52,7 @@ static ssize_t hello_guard_pass(hello_guard *g, const uint8_t *data, size_t size
 
 /* ---------------------------------------------------------------------- tls bytes */
 
-#define FIRST                                                                          \
-    ((size_t)4 << 10) /* received at once at first; grows while that is full */
+#define FIRST ((size_t)4 << 10)     /* received at first; grows while that is full */
 #define IN_MOST ((size_t)256 << 10) /* received at once */
 #define OUT_KEPT ((size_t)64 << 10) /* of what was sent, while nothing comes */
 

@@ -8,8 +8,7 @@
 /** What a message is about; fields left 0/NULL are unknown. Without a remedy it is the usual one of
     the status. */
 typedef struct error_place {
-    const char
-        *phase; /**< "connect", "catalog", "plan", "wait", "begin", "read", ... */
+    const char *phase; /**< "connect", "catalog", "plan", "wait", "begin", ... */
     const char *address;
     const char *key;
     const char *remedy;

@@ -25,8 +25,7 @@ size_t utf8_next(const char *text, bool *hidden_out);
 typedef struct text {
     char *chars; /**< always ends with a NUL, unless size is 0 */
     size_t size;
-    size_t
-        used; /**< of all that was added, without the NUL: size or more if it was cut */
+    size_t used; /**< of all that was added, less the NUL; >= size: it was cut */
 } text;
 
 /** Empty, in @p size bytes at @p chars. */

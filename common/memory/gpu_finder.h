@@ -11,8 +11,7 @@
 #include "gpu.h"
 
 #define GPU_FINDER_STRETCHES 64
-#define GPU_FINDER_KNOWN                                                               \
-    1024 /**< where there are more allocations, the driver is asked again */
+#define GPU_FINDER_KNOWN 1024 /**< of more allocations the driver is asked again */
 
 /** Zeroed but for the driver. */
 typedef struct gpu_finder {

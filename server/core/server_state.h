@@ -45,8 +45,7 @@ struct fanin_server {
     pid_t pid;
     char name[128];
     uint8_t world_id[16], incarnation[16];
-    uint8_t *
-        witness; /**< incarnation, where no forked child has it (below); NULL: no cma */
+    uint8_t *witness; /**< incarnation, of no forked child (below); NULL: no cma */
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
     uint32_t peer_cpu;     /**< thousandths of a CPU, 0: no limit (guests/peer.h) */
     uint32_t stranger_cpu; /**< the same of tensors sent to strangers, never 0 */
@@ -102,8 +101,7 @@ struct fanin_server {
     commit_hub *hub; /**< does not change */
     commit *commits; /**< pending, or withdrawn with a stream still to come */
     commit *untold;  /**< withdrawn or failed, to be logged by commit_tidy() */
-    struct shard_catalog
-        *garbage; /**< without references, to be freed by garbage_collect() */
+    struct shard_catalog *garbage; /**< for garbage_collect() */
     pthread_mutex_t collecting; /**< held while some are freed; taken without `lock` */
     bool collects;              /**< a thread is at it, or will be */
     pthread_t collector;

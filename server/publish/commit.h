@@ -53,8 +53,7 @@ struct commit {
 
     /* Guarded by the server's lock. */
     commit_outcome outcome;
-    shard_catalog
-        *catalog; /**< that takes effect, with a reference; NULL: not built yet */
+    shard_catalog *catalog; /**< that takes effect; NULL: not built yet */
     uint64_t generation;
     unsigned arena;
     bool wants_patch;

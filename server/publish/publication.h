@@ -83,8 +83,7 @@ struct publication {
     bool paused;
     bool was_stable; /**< when it was paused */
     char reason[REASON_SIZE];
-    uint64_t
-        epoch; /**< odd: unreadable; of snapshots the published arena's generation */
+    uint64_t epoch; /**< odd: unreadable; of snapshots the arena's generation */
     /** the generation that still stands of an arena that is not published any more; 0: none */
     uint64_t previous;
     unsigned arena;                  /**< the published one, 0 or 1 */
@@ -96,11 +95,10 @@ struct publication {
     uint64_t step;
     uint64_t taken_back[TAKEN_BACK]; /**< the last steps that were withdrawn */
     unsigned n_taken_back;           /**< ever */
-    shard_catalog
-        *catalog;          /**< of the last commit, or NULL; changed under both locks */
-    struct patch *patches; /**< newest first (patches.h) */
-    uint32_t deltas;       /**< how many of them the last commit keeps */
-    bool had_deltas;       /**< ... or any one before has kept */
+    shard_catalog *catalog; /**< of the last commit, or NULL; under both locks */
+    struct patch *patches;  /**< newest first (patches.h) */
+    uint32_t deltas;        /**< how many of them the last commit keeps */
+    bool had_deltas;        /**< ... or any one before has kept */
     /** commits to come that make a patch although no reader is connected that wants it: one that
         has asked may come back for it */
     uint32_t expected;

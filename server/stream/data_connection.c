@@ -462,8 +462,7 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
         send_leave(t->server, c, reading, *of_job, full);
     limit_charge(t->server, *of_job);
     if (n < 0 && code == EFAULT && !c->copies) {
-        c->copies =
-            true; /* what comes before the byte that cannot be read, and then it alone */
+        c->copies = true; /* up to the byte that cannot be read, then it */
         return PROGRESS_MORE;
     }
     if (n < 0 && code != EAGAIN && code != EINTR)

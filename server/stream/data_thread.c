@@ -19,8 +19,7 @@
 #define EVENTS 64
 #define EVENTS_WANTED (EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET)
 #define TURNS 64
-#define SWEEP_MS                                                                       \
-    1000 /**< deadlines are looked at so often while the queue is never empty */
+#define SWEEP_MS 1000 /**< deadlines are looked at, if the queue is never empty */
 
 typedef LIST_HEAD(list, connection) list;
 typedef TAILQ_HEAD(queue, connection) queue;

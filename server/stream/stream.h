@@ -45,8 +45,7 @@ bool stream_adopt(fanin_server *s, const handover *h);
  * limit share one bucket, and a byte takes the time that its server's limit says. Any thread.
  */
 
-#define LIMIT_WINDOW_NS                                                                \
-    UINT64_C(50000000)      /**< what was not sent for so long may be sent at once */
+#define LIMIT_WINDOW_NS UINT64_C(50000000) /**< what was not sent may be sent at once */
 #define LIMIT_LEAST 1000000 /**< bytes a second: less would stall readers */
 
 extern bucket limit_bucket;
