@@ -121,11 +121,13 @@ fanin_status map_opener_finish(map_opener *o, uint64_t *spent_ns, fanin_error *e
 /** Stops it where it is. */
 void map_opener_close(map_opener *o);
 
-/** A path_reader's. */
+/** Begins to map what ranks have announced, which goes on beside all that is done until the probe.
+    It fails silently: then the probe has more to do. NULL: nothing is begun. @p self: this path. */
 void *map_ahead_begin(const path_reader *self, fanin_client *client, publication *p,
                       const path_foresight *known, deadline at);
-void map_ahead_free(void *ahead);
 /* Of all these @p ahead may be NULL. */
+/** Stops it where it is. */
+void map_ahead_free(void *ahead);
 /** No region is waited for any longer. */
 void map_ahead_settle(void *ahead);
 /** NULL: there is none. */

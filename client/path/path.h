@@ -127,7 +127,7 @@ typedef struct path_goal {
     fanin_status (*meanwhile)(void *cookie, const path_reader *reader, const bool *mask,
                               fanin_error *error);
     void *cookie;
-    void *ahead; /**< what begin_ahead() of a path began; NULL: nothing */
+    void *ahead; /**< what path_begin_ahead() began; NULL: nothing */
 } path_goal;
 
 /** One choice of paths, of all ranks at once. */
@@ -222,11 +222,6 @@ struct path_reader {
     fanin_status (*create)(fanin_client *client, fanin_error *error);
     void (*disconnect)(fanin_client *client); /**< no read is under way */
     void (*destroy)(fanin_client *client);    /**< after that */
-    /** Begins what takes its time and needs no plan, and goes on beside all that is done until
-        probe(). It fails silently: then probe() has more to do. NULL: nothing is begun. */
-    void *(*begin_ahead)(const path_reader *self, fanin_client *client, publication *p,
-                         const path_foresight *known, deadline at);
-    void (*end_ahead)(void *ahead); /**< stops it where it is; NULL is fine */
     /** Of the peers with open[i], those that are for this path are tried and decided, and not open
         any more; those that are on it get what the round's devices need besides. An error ends the
         pull; what does not work goes to path_give_up(). */

@@ -40,14 +40,6 @@ fanin_path fanin_path_from_name(const char *name)
     return name && strcmp(name, "auto") == 0 ? FANIN_PATH_AUTO : (fanin_path)-1;
 }
 
-static const path_reader *find_fallback(void)
-{
-    size_t i = 0;
-    while (!path_readers[i]->is_fallback)
-        i++;
-    return path_readers[i];
-}
-
 fanin_status paths_create(fanin_client *client, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
@@ -74,26 +66,16 @@ void paths_destroy(fanin_client *client)
     }
 }
 
-/* There is one that maps. */
-static const path_reader *reader_ahead(void)
-{
-    size_t i = 0;
-    while (!path_readers[i]->begin_ahead)
-        i++;
-    return path_readers[i];
-}
-
 void path_begin_ahead(fanin_client *client, publication *p, const path_foresight *known,
                       path_goal *goal, deadline at)
 {
     path_end_ahead(goal);
-    const path_reader *reader = reader_ahead();
-    goal->ahead = reader->begin_ahead(reader, client, p, known, at);
+    goal->ahead = map_ahead_begin(&ipc_reader, client, p, known, at);
 }
 
 void path_end_ahead(path_goal *goal)
 {
-    reader_ahead()->end_ahead(goal->ahead);
+    map_ahead_free(goal->ahead);
     goal->ahead = NULL;
 }
 
@@ -128,7 +110,7 @@ fanin_status path_prepare(fanin_client *client, publication *p, const bool *want
                     .want = want,
                     .goal = goal,
                     .at = at,
-                    .fallback = find_fallback()};
+                    .fallback = &stream_reader};
     goal->gather = (gather_set){.n = 0};
     goal->map_ns = goal->table_ns = 0;
     bool *open = calloc(client->n_peers, sizeof *open);

@@ -188,12 +188,10 @@ static fanin_status make_sink(phase *w, fanin_error *error)
     bool used = false;
     for (size_t i = 0; i < r->plan->n_sources; i++)
         used = used || (r->plan->reader_of[i] && r->plan->reader_of[i]->uses_sink);
-    for (size_t i = 0; i < r->n_ranges && used; i++) {
-        if (r->ranges[i].device >= 0)
-            return device_sink_create(r->client->devices->g, r->ranges, r->n_ranges,
-                                      r->after, &r->sink, error);
-    }
-    return FANIN_OK;
+    return used && memory_range_on_devices(r->ranges, r->n_ranges)
+               ? device_sink_create(r->client->devices->g, r->ranges, r->n_ranges,
+                                    r->after, &r->sink, error)
+               : FANIN_OK;
 }
 
 static fanin_status start_reading(phase *w, fanin_error *error)
@@ -287,10 +285,8 @@ static fanin_status run_reading(phase *w, deadline at, fanin_error *error)
    is late then. */
 static bool waits_for_stream(const path_reading *r)
 {
-    bool writes = false;
-    for (size_t i = 0; i < r->n_ranges; i++)
-        writes = writes || r->ranges[i].device >= 0;
-    return writes && gpu_is_busy(r->client->devices->g, r->after);
+    return memory_range_on_devices(r->ranges, r->n_ranges) &&
+           gpu_is_busy(r->client->devices->g, r->after);
 }
 
 /* -------------------------------------------------------------------- ending */

@@ -347,10 +347,8 @@ static fanin_status look_at_ranges(pull *p, fanin_error *error)
     path_goal *goal = &p->goal;
     fanin_status status = plan_cache_ranges(p->cache, p->destination, &goal->ranges,
                                             &goal->n_ranges, error);
-    bool devices = false;
-    for (size_t i = 0; i < goal->n_ranges && status == FANIN_OK; i++)
-        devices = devices || goal->ranges[i].device >= 0;
-    if (devices && !client_gpu(client)) {
+    if (status == FANIN_OK && memory_range_on_devices(goal->ranges, goal->n_ranges) &&
+        !client_gpu(client)) {
         error_place place = {.phase = "plan",
                              .remedy = "use a build and a machine with CUDA, or pull "
                                        "into host memory"};

@@ -153,15 +153,6 @@ static uint64_t bytes_of_works(const path_reading *r, size_t source)
     return p->reader_of[source] == &stream_reader ? p->plan->ranks[source].bytes : 0;
 }
 
-/* What goes to devices does so by way of the calling thread. */
-static bool is_for_devices(const path_reading *r)
-{
-    bool is = false;
-    for (size_t i = 0; i < r->n_ranges; i++)
-        is = is || r->ranges[i].device >= 0;
-    return is;
-}
-
 /* Connections that a rank has at most, as far as this client wants them. @p ciphered_here: by TLS,
    on this host. */
 static unsigned most_connections(const fanin_client *client, bool ciphered_here)
@@ -217,7 +208,9 @@ static unsigned find_reading_threads(const path_reading *r, const uint64_t *cost
         size.bytes += costs[i];
     }
     size.cpus = usable_cpus();
-    if (is_for_devices(r) || reading_threads_for(&size) == 1)
+    /* What goes to devices does so by way of the calling thread. */
+    if (memory_range_on_devices(r->ranges, r->n_ranges) ||
+        reading_threads_for(&size) == 1)
         return 1;
     if (!client->readers)
         client->readers = reading_threads_create(&client->loop);

@@ -124,3 +124,11 @@ const memory_range *memory_range_find(const memory_range *ranges, size_t n,
 {
     return array_find(at, ranges, n, sizeof *ranges, compare_range);
 }
+
+bool memory_range_on_devices(const memory_range *ranges, size_t n)
+{
+    bool some = false;
+    for (size_t i = 0; i < n && !some; i++)
+        some = ranges[i].device >= 0;
+    return some;
+}

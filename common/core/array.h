@@ -55,5 +55,7 @@ typedef struct memory_range {
 /** The range that holds @p at, among @p n that ascend and are disjoint. NULL: none. */
 const memory_range *memory_range_find(const memory_range *ranges, size_t n,
                                       const void *at);
+/** Whether some of them are on a device. */
+bool memory_range_on_devices(const memory_range *ranges, size_t n);
 
 #endif
