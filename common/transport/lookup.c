@@ -56,6 +56,7 @@ static void lookup_ask(lookup *l)
 static void *lookup_run(void *cookie)
 {
     lookup *l = cookie;
+    pthread_setname_np(pthread_self(), "fanin-lookup"); /* before it waits */
     lookup_ask(l);
     atomic_store(&l->done, true);
     wake_up(l->event);
