@@ -45,6 +45,8 @@ struct fanin_relay {
     size_t n_ranks;
     member self;
     holders_list *list;
+    msg_offer offered; /* to it; port 0: nothing */
+    digest offered_whole;
     holder *last; /* that held the step before, without this reader */
     size_t n_last;
     bool last_whole; /* somebody held all tensors of it whole */

@@ -151,6 +151,7 @@ fanin_status fanin_relay_create(const fanin_relay_config *config,
 static void stop_handing_on(fanin_relay *r)
 {
     list_withdraw(r->list);
+    r->offered = (msg_offer){0};
     if (r->server && r->is_put)
         (void)!fanin_server_remove(r->server, r->publication, NULL, NULL);
     r->is_put = false;
@@ -204,6 +205,19 @@ static fanin_status publish_parts(fanin_relay *r, uint64_t step, fanin_error *er
 
 /* ------------------------------------------------------------------------------ the list */
 
+/* Whether the list's thread offers that already, or is about to try again. To offer it anew would
+   leave its requests parked at the rank, which keeps few of a session. */
+static bool is_offered(fanin_relay *r, const msg_offer *m, const digest *whole)
+{
+    const msg_offer *o = &r->offered;
+    return m->step == o->step && m->port == o->port &&
+           memcmp(m->incarnation, o->incarnation, sizeof m->incarnation) == 0 &&
+           memcmp(m->holding, o->holding, sizeof m->holding) == 0 &&
+           strcmp(m->publication, o->publication) == 0 &&
+           digest_equal(whole, &r->offered_whole) && list_is_known(r->list) &&
+           list_stale_rank(r->list) < 0 && !list_is_refused(r->list);
+}
+
 /* To the first of the ranks, in their order, of those that are there. */
 static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *error)
 {
@@ -216,9 +230,15 @@ static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *erro
     snprintf(m.host, sizeof m.host, "%s", handing_host(r->server));
     snprintf(m.place, sizeof m.place, "%s", r->place);
     m.local = !(r->server_config.flags & FANIN_SERVER_OPEN);
+    const digest none = {0};
     const digest *whole = r->whole.map.destination ? &r->whole.holding : NULL;
-    bool good = list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m, whole);
-    return good ? FANIN_OK : error_set_memory(error);
+    if (is_offered(r, &m, whole ? whole : &none))
+        return FANIN_OK;
+    if (!list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m, whole))
+        return error_set_memory(error);
+    r->offered = m;
+    r->offered_whole = whole ? *whole : none;
+    return FANIN_OK;
 }
 
 /* -------------------------------------------------------------------------- the pull */

@@ -822,6 +822,38 @@ CASE(versions_of_the_list_that_go_back_do_no_harm)
     assert_int_equal(stats_of(&readers[2]).holders, 1);
 }
 
+static atomic_uint deaf_lists;
+
+static void count_deaf(void *cookie, fanin_log_level level, const char *event,
+                       const char *message)
+{
+    (void)cookie;
+    (void)level;
+    (void)event;
+    if (strstr(message, "parked requests"))
+        atomic_fetch_add(&deaf_lists, 1);
+}
+
+/* The rank parks 16 requests of a session, for ten seconds. */
+CASE(who_tries_a_step_again_and_again_hears_of_others)
+{
+    begin_readers(1);
+    expect_pull(&readers[0], 1);
+    ways.log = count_deaf;
+    atomic_store(&deaf_lists, 0);
+    relay_reader_open(&readers[1], 0);
+    for (int i = 0; i < 20; i++)
+        expect_pull(&readers[1], 1);
+    assert_int_equal(atomic_load(&deaf_lists), 0);
+    for (int i = 0; i < 20; i++) {
+        reader *r = &readers[1];
+        assert_ok(fanin_relay_pull_into(r->relay, &r->options, r->tensors, w.n_tensors,
+                                        NULL, &r->error),
+                  r->error);
+    }
+    assert_int_equal(atomic_load(&deaf_lists), 0);
+}
+
 /* ------------------------------------------------------------------------ no threads */
 
 CASE(without_threads_for_others_the_trainer_is_read)

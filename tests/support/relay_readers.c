@@ -56,6 +56,7 @@ void relay_reader_open(reader *r, size_t slice)
     client.lost_ms = ways.lost_ms;
     client.path = ways.path;
     client.no_unix = ways.no_unix;
+    client.log = ways.log;
     fanin_relay_config_init(&config, sizeof config);
     config.client = &client;
     config.unit_bytes = UNIT;

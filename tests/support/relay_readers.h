@@ -19,6 +19,7 @@ typedef struct reader_ways {
     uint32_t lost_ms;
     bool no_unix;
     const char *place;
+    fanin_log_fn log;
     size_t
         slices; /**< 0: they want all; else each tensor is cut by so many workers, ... */
     fanin_dtype floats; /**< as which F32 is wanted; 0: as F32 */
