@@ -530,7 +530,11 @@ static fanin_status connect_holder(feed *f, fanin_error *error)
     if (memcmp(hello->incarnation, f->who.who.id, sizeof f->who.who.id) == 0)
         return FANIN_OK;
     fanin_client_disconnect(f->client);
-    return error_set(error, FANIN_ERR_WORLD, NULL, "another relay listens at %s",
+    error_place place = {
+        .phase = "relay",
+        .address = f->who.address,
+        .remedy = "give each reader an address and port of its own, also behind NAT"};
+    return error_set(error, FANIN_ERR_WORLD, &place, "another relay listens at %s",
                      f->who.address);
 }
 
@@ -577,12 +581,13 @@ static void drop_landed(feed *f)
     f->asking = false;
 }
 
-/* Who is not believed is warned of once, since nothing else shows it. Others may be about to come,
-   or to go. */
+/* Who is not believed is warned of once, since nothing else shows it, and so is who is listed at
+   another one's address. Others may be about to come, or to go. */
 static void tell_failure(feed *f, const fanin_error *why)
 {
     fanin_relay *r = f->of->relay;
-    bool warn = why->status == FANIN_ERR_AUTH;
+    bool warn = why->status == FANIN_ERR_AUTH ||
+                (why->status == FANIN_ERR_WORLD && atomic_load(&f->is_in_list));
     pthread_mutex_lock(&r->lock);
     for (size_t i = 0; i < r->n_disbelieved && warn; i++)
         warn = member_compare(&r->disbelieved[i], &f->who.who) != 0;

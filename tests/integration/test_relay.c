@@ -699,6 +699,63 @@ CASE(entries_that_lead_to_nobody_are_done_without)
     parts_free(&p);
 }
 
+static atomic_uint twins_told;
+
+static void count_twins(void *cookie, fanin_log_level level, const char *event,
+                        const char *message)
+{
+    (void)cookie;
+    (void)event;
+    if (strstr(message, "another relay listens") && strstr(message, "behind NAT"))
+        atomic_fetch_add(&twins_told, level <= FANIN_LOG_WARNING);
+}
+
+/* The port of the one reader that has offered anything. */
+static uint16_t port_of_reader(const fanin_client_config *config, const digest *holding)
+{
+    holders_list *list;
+    member self = marked(0xa3);
+    uint64_t seen = 0;
+    holder *all;
+    size_t n, port = 0;
+    offer_falsely(&list, config, holding, 1, self);
+    assert_true(list_copy(list, &self, &seen, &all, &n));
+    assert_int_equal(n, 1);
+    port = strtoul(strrchr(all->address, ':') + 1, NULL, 10);
+    free(all);
+    list_destroy(&list);
+    return (uint16_t)port;
+}
+
+/* As of two hosts behind one NAT. Whoever answers there is read as itself alone. */
+CASE(of_two_readers_at_one_address_the_other_is_told)
+{
+    fanin_client_config config;
+    holders_list *twins[2];
+    parts p;
+    fanin_client_config_init(&config, sizeof config);
+    begin_readers(1);
+    ways.log = count_twins;
+    atomic_store(&twins_told, 0);
+    relay_reader_open(&readers[1], 0);
+    assert_int_equal(
+        parts_cut(&p, readers[0].tensors, w.n_tensors, UNIT, &readers[0].error),
+        FANIN_OK);
+    expect_pull(&readers[0], 1);
+    uint16_t port = port_of_reader(&config, &p.holding);
+    offer_falsely(&twins[0], &config, &p.holding, port, marked(0x01));
+    offer_falsely(&twins[1], &config, &p.holding, port, marked(0xfe));
+    expect_pull_of_others(&readers[1], 1);
+    deadline until = deadline_in_ms(20000);
+    while (atomic_load(&twins_told) < 2 && !deadline_passed(until))
+        expect_pull(&readers[1], 1);
+    expect_pull(&readers[1], 1);
+    assert_int_equal(atomic_load(&twins_told), 2);
+    for (size_t i = 0; i < 2; i++)
+        list_destroy(&twins[i]);
+    parts_free(&p);
+}
+
 static void nothing(void *cookie)
 {
     (void)cookie;
