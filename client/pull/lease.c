@@ -62,11 +62,17 @@ void lease_give_back(fanin_client *client, size_t peer, reader_lease *lease)
     lease->held = false;
 }
 
-/* The rank has answered, or is not waited for any longer. */
+/* The rank has answered, or is not waited for any longer. Reads go on before a confirmation that
+   nobody waits for, in the same row, of which spans must not overlap: it is a moment. */
 static void turn_ended(turn *t, const connection *c, trace_name name,
                        fanin_status outcome)
 {
-    span_of_connection(c, &t->client->place, name, t->asked_ns, outcome);
+    uint64_t now = clock_ns();
+    if (t->later)
+        span_of_rank(t->client, (size_t)(t - t->later->turns), name, now, now, 0,
+                     outcome);
+    else
+        span_of_connection(c, &t->client->place, name, t->asked_ns, outcome);
     t->asked_ns = 0;
 }
 

@@ -140,7 +140,7 @@ static uint64_t ns_behind(const char *text, const char *words)
 /* Viewers drop a span that begins within another one of its row and ends behind it. */
 static void expect_nested(const char *text)
 {
-    for (const char *a = text; (a = strstr(a, "\"name\":\"bring\"")); a++) {
+    for (const char *a = text; (a = strstr(a, "{\"ph\":\"X\"")); a++) {
         uint64_t began = ns_behind(a, "\"ts\":"),
                  ended = began + ns_behind(a, "\"dur\":");
         for (const char *b = text; (b = strstr(b, "{\"ph\":\"X\"")); b++) {
