@@ -232,9 +232,9 @@ static question *find_question(question *questions, size_t n, const char *host)
 }
 
 static fanin_status ask_name(fanin_client *client, question *q, const char *host,
-                             size_t *left, fanin_error *error)
+                             uint16_t port, size_t *left, fanin_error *error)
 {
-    fanin_status status = lookup_start(host, &q->lookup, error);
+    fanin_status status = lookup_start(host, port, &q->lookup, error);
     if (status != FANIN_OK)
         return status;
     memcpy(q->host, host, strlen(host) + 1);
@@ -264,7 +264,8 @@ static fanin_status begin_lookup(fanin_client *client, const char *const *addres
         question *q = find_question(questions, *n, host);
         unknowns[i].question = q ? q : &questions[(*n)++];
         if (!q)
-            status = ask_name(client, unknowns[i].question, host, left, error);
+            status = ask_name(client, unknowns[i].question, host, unknowns[i].port,
+                              left, error);
         if (!q && status != FANIN_OK)
             return status;
     }

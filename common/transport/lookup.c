@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "lookup.h"
 
+#include "clock.h"
 #include "error_set.h"
 #include "load_lock.h"
 #include "thread.h"
 #include "wake.h"
 #include <errno.h>
 #include <netdb.h>
+#include <poll.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,9 +17,12 @@
 
 /* Threads that wait for an answer, also to calls that have given up. */
 #define LOOKUPS_MOST 64
+#define ADDRESSES_MOST 8 /* of a name */
+#define CHOICE_MS 1000
 
 struct lookup {
     char host[SOCKET_HOST];
+    uint16_t port;
     int event; /* closed by whoever lets go last: its number must not be another's meanwhile */
     atomic_int holders; /* the caller and the thread */
     atomic_bool done;
@@ -35,20 +40,67 @@ static void lookup_let_go(lookup *l)
     free(l);
 }
 
+/* What accepts among the connections that are being made: its number; @p n: nothing yet. Those that
+   failed are closed. */
+static size_t lookup_accepted(struct pollfd *tries, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (tries[i].fd < 0 || tries[i].revents == 0)
+            continue;
+        if (socket_connect_result(tries[i].fd) == 0)
+            return i;
+        close(tries[i].fd);
+        tries[i].fd = -1;
+    }
+    return n;
+}
+
+/* Which of a name's addresses leads to the rank: the first that accepts a connection; 0 if none
+   does in time, so that the call names that address's failure. */
+static size_t lookup_choose(const socket_address *addresses, size_t n)
+{
+    struct pollfd tries[ADDRESSES_MOST];
+    size_t left = 0, chosen = n;
+    deadline at = deadline_in_ms(CHOICE_MS);
+    for (size_t i = 0; i < n; i++) {
+        tries[i] = (struct pollfd){.events = POLLOUT};
+        (void)socket_connect_start(&addresses[i], &tries[i].fd, NULL);
+    }
+    do {
+        int ready = poll(tries, n, deadline_poll_ms(at));
+        if (ready > 0)
+            chosen = lookup_accepted(tries, n);
+        left = 0;
+        for (size_t i = 0; i < n; i++)
+            left += tries[i].fd >= 0;
+    } while (chosen == n && left != 0 && !deadline_passed(at));
+    for (size_t i = 0; i < n; i++)
+        if (tries[i].fd >= 0)
+            close(tries[i].fd);
+    return chosen == n ? 0 : chosen;
+}
+
 static void lookup_ask(lookup *l)
 {
     struct addrinfo hints = {
         .ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_ADDRCONFIG};
     struct addrinfo *found = NULL;
+    socket_address addresses[ADDRESSES_MOST] = {0};
+    size_t n = 0;
     l->code = getaddrinfo(l->host, NULL, &hints, &found);
     l->system_code = errno;
-    if (l->code == 0 && found && found->ai_addrlen <= sizeof l->address.storage) {
-        memcpy(&l->address.storage, found->ai_addr, found->ai_addrlen);
-        l->address.length = found->ai_addrlen;
-        socket_set_port(&l->address, 0);
-    } else if (l->code == 0) {
-        l->code = EAI_NONAME;
+    for (const struct addrinfo *a = l->code == 0 ? found : NULL;
+         a && n < ADDRESSES_MOST; a = a->ai_next) {
+        if (a->ai_addrlen > sizeof addresses[n].storage)
+            continue;
+        memcpy(&addresses[n].storage, a->ai_addr, a->ai_addrlen);
+        addresses[n].length = a->ai_addrlen;
+        socket_set_port(&addresses[n++], l->port);
     }
+    if (n != 0)
+        l->address = addresses[n > 1 ? lookup_choose(addresses, n) : 0];
+    else if (l->code == 0)
+        l->code = EAI_NONAME;
     if (found)
         freeaddrinfo(found);
 }
@@ -65,7 +117,8 @@ static void *lookup_run(void *cookie)
     return NULL;
 }
 
-fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
+fanin_status lookup_start(const char *host, uint16_t port, lookup **out,
+                          fanin_error *error)
 {
     error_place place = {.phase = "connect", .address = host};
     fanin_error why = FANIN_ERROR_INIT;
@@ -74,6 +127,7 @@ fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
     if (!l)
         return error_set_memory(error);
     snprintf(l->host, sizeof l->host, "%s", host);
+    l->port = port;
     atomic_init(&l->holders, 2);
     l->event = wake_open();
     pin_own_library(); /* the thread may still run when the library is unloaded */

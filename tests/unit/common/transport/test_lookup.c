@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
+#include <unistd.h>
 
 int __real_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
                        struct addrinfo **out);
@@ -18,7 +19,15 @@ int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo
 static sem_t asked, answer, answered;
 static atomic_uint n_asked, n_nameless;
 
-/* "silent*" waits for `answer`; what is known is 127.0.0.7. */
+static struct addrinfo *numeric_address(const char *text)
+{
+    struct addrinfo numeric = {.ai_flags = AI_NUMERICHOST, .ai_socktype = SOCK_STREAM};
+    struct addrinfo *out;
+    assert_int_equal(__real_getaddrinfo(text, NULL, &numeric, &out), 0);
+    return out;
+}
+
+/* "silent*" waits for `answer`; what is known is 127.0.0.7, and of "several" 127.0.0.8, too. */
 int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
                        struct addrinfo **out)
 {
@@ -36,8 +45,10 @@ int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo
             ;
         sem_post(&answered);
     }
-    struct addrinfo numeric = {.ai_flags = AI_NUMERICHOST, .ai_socktype = SOCK_STREAM};
-    return __real_getaddrinfo("127.0.0.7", NULL, &numeric, out);
+    *out = numeric_address("127.0.0.7");
+    if (strcmp(host, "several") == 0)
+        (*out)->ai_next = numeric_address("127.0.0.8");
+    return 0;
 }
 
 /* Every test waits for as many questions as it makes, and lets all be answered. */
@@ -70,13 +81,12 @@ TEST(names_are_found_or_not)
     lookup *l;
     socket_address a;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(lookup_start("known", &l, &error), error);
+    assert_ok(lookup_start("known", 6001, &l, &error), error);
     wait_for(l);
     assert_ok(lookup_result(l, &a, &error), error);
-    socket_set_port(&a, 6001);
     assert_string_equal(a.text, "127.0.0.7:6001");
     lookup_drop(&l);
-    assert_ok(lookup_start("unknown", &l, &error), error);
+    assert_ok(lookup_start("unknown", 6001, &l, &error), error);
     wait_for(l);
     assert_int_equal(lookup_result(l, &a, &error), FANIN_ERR_UNREACHABLE);
     assert_non_null(strstr(error.message, "the name unknown cannot be resolved"));
@@ -84,12 +94,40 @@ TEST(names_are_found_or_not)
     lookup_drop(&l);
 }
 
+static void expect_of_several(const socket_address *wanted, uint16_t port)
+{
+    lookup *l;
+    socket_address a;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(lookup_start("several", port, &l, &error), error);
+    wait_for(l);
+    assert_ok(lookup_result(l, &a, &error), error);
+    assert_string_equal(a.text, wanted->text);
+    lookup_drop(&l);
+}
+
+TEST(of_several_addresses_one_that_accepts_is_taken)
+{
+    socket_address first, second;
+    fanin_error error = FANIN_ERROR_INIT;
+    int fd;
+    assert_ok(socket_resolve("127.0.0.8:0", &second, &error), error);
+    assert_ok(socket_listen(&second, 1, &fd, &error), error);
+    uint16_t port = socket_port(fd);
+    socket_set_port(&second, port);
+    expect_of_several(&second, port);
+    close(fd);
+    assert_ok(socket_resolve("127.0.0.7:0", &first, &error), error);
+    socket_set_port(&first, port);
+    expect_of_several(&first, port); /* both refuse */
+}
+
 TEST(an_answer_may_come_after_the_interest)
 {
     lookup *l;
     socket_address a;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(lookup_start("silent", &l, &error), error);
+    assert_ok(lookup_start("silent", 6001, &l, &error), error);
     wait_until_asked();
     assert_false(lookup_done(l));
     assert_int_equal(lookup_result(l, &a, &error), FANIN_ERR_TIMEOUT);
