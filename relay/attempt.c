@@ -278,6 +278,16 @@ static size_t without_blamed(const fanin_relay *r, holder *all, size_t n)
     return kept;
 }
 
+/* Whether as many have come as held the last step. One may have come in the place of another, such
+   as the next copy of a cache, and who is not there is not waited for then. */
+static bool have_all_come(const fanin_relay *r, const holder *all, size_t n)
+{
+    size_t alike = 0;
+    for (size_t i = 0; i < n; i++)
+        alike += !all[i].is_whole;
+    return alike >= r->n_last;
+}
+
 static void follow_list(attempt *a)
 {
     fanin_relay *r = a->relay;
@@ -290,7 +300,7 @@ static void follow_list(attempt *a)
         a->seen = 0; /* others take the places of those that have nothing */
     if (!list_copy(r->list, &r->self, &a->seen, &all, &n))
         return;
-    a->remembers = remembers && r->n_last > 0;
+    a->remembers = remembers && !have_all_come(r, all, n);
     if (a->remembers)
         add_remembered(a, &all, &n);
     n = without_blamed(r, all, n);

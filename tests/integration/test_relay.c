@@ -91,6 +91,20 @@ CASE(a_late_joiner_reads_the_others)
     assert_non_null(strstr(readers[2].how, "relays"));
 }
 
+/* Else the duties of one that does not come again are waited for, as of each copy of a cache. */
+CASE(who_comes_in_the_place_of_another_is_enough)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    expect_pull_of_others(&readers[1], 1);
+    relay_reader_close(&readers[0]);
+    world_commit(&w, 2);
+    relay_reader_open(&readers[2], 0);
+    expect_pull(&readers[2], 2);
+    expect_pull(&readers[1], 2);
+    assert_int_equal(stats_of(&readers[1]).holders, 1);
+}
+
 /* It is dealt duties, which others have. Of a busy machine they are late now and then. */
 CASE(a_late_joiner_spares_the_trainer)
 {
