@@ -226,13 +226,14 @@ TABLE(fields_offer, NAME(1, msg_offer, publication), U64(2, msg_offer, step),
       COUNT(15, msg_offer, late), COUNT(16, msg_offer, taken_over));
 TABLE(fields_holders, NAME(1, msg_holders, publication), U64(2, msg_holders, step),
       ID(3, msg_holders, holding), COUNT(4, msg_holders, version),
-      U32(5, msg_holders, timeout_ms, 0, UINT32_MAX));
+      U32(5, msg_holders, timeout_ms, 0, UINT32_MAX), COUNT(6, msg_holders, roster));
 TABLE(fields_holders_ok, U64(1, msg_holders_ok, version),
-      OPTIONAL_FLAG(2, msg_holders_ok, all));
+      U64(2, msg_holders_ok, roster),
+      {3, FIELD_BYTES, false, AT(msg_holders_ok, members), 0, LIMIT_HOLDERS / 8});
 TABLE(fields_holder_entry, NAME(1, holder_entry, address),
       ID(2, holder_entry, incarnation), OPTIONAL_TEXT(3, holder_entry, host),
       OPTIONAL_TEXT(4, holder_entry, place), OPTIONAL_FLAG(5, holder_entry, local),
-      OPTIONAL_FLAG(6, holder_entry, left));
+      U32(6, holder_entry, number, 0, LIMIT_HOLDERS - 1));
 TABLE(fields_landed, ID(1, msg_landed, token), COUNT(2, msg_landed, version),
       U32(3, msg_landed, timeout_ms, 0, UINT32_MAX));
 TABLE(fields_landed_ok, U64(1, msg_landed_ok, version),

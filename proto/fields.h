@@ -57,7 +57,7 @@ typedef struct msg_list {
 #define KEY_STATS_ENTRIES 40  /* of MSG_STATS_OK: maps of fields_stats_entry */
 #define KEY_STATS_HOLDERS 41  /* maps of fields_stats_holder */
 #define KEY_STATS_RELAYS 42   /* maps of fields_stats_relay */
-#define KEY_HOLDERS_ENTRIES 3 /* of MSG_HOLDERS_OK: maps of fields_holder_entry */
+#define KEY_HOLDERS_ENTRIES 4 /* of MSG_HOLDERS_OK: maps of fields_holder_entry */
 #define KEY_LANDED_RANGES 3   /* of MSG_LANDED_OK: first, count, first, count ... */
 #define KEY_DIGEST_DTYPE 4
 #define KEY_READ_ENTRIES                                                               \

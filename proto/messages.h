@@ -236,6 +236,7 @@ typedef struct msg_holders {
     uint8_t holding[16];
     uint64_t version; /**< that the client knows; 0: none */
     uint32_t timeout_ms;
+    uint64_t roster; /**< likewise */
 } msg_holders;
 
 typedef struct holder_entry {
@@ -243,17 +244,17 @@ typedef struct holder_entry {
     char address[64];
     uint8_t incarnation[16];
     char host[64], place[64];
-    bool local, left; /**< left: it is no holder any more */
+    bool local;
+    uint32_t number; /**< by which lists tell it */
 } holder_entry;
 
 typedef struct msg_holders_ok {
-    uint64_t version;
-    bool
-        all; /**< the entries are the whole list, not changes of the one that was known */
-    holder_entry *entries;
+    uint64_t version, roster;
+    holder_entry *entries; /**< that have come into the roster */
     uint32_t n_entries;
+    /** a bit a number, lowest first: who is in the list; borrowed. Empty: that has not changed */
+    bytes_view members;
     const bytes_view *encoded; /**< instead of entries, for encode_holders_ok() alone */
-    size_t n_encoded;
 } msg_holders_ok;
 
 typedef struct msg_landed {

@@ -289,10 +289,12 @@ void encode_holders_ok(buffer *b, uint64_t request, const msg_holders_ok *m)
     pack_fields(b, &fields_holders_ok, m, 1);
     pack_uint(b, KEY_HOLDERS_ENTRIES);
     pack_array(b, m->n_entries);
-    for (size_t i = 0; i < m->n_encoded; i++)
-        buffer_append(b, m->encoded[i].data, m->encoded[i].size);
-    for (uint32_t i = 0; i < m->n_entries && !m->encoded; i++)
-        encode_holder_entry(b, &m->entries[i]);
+    for (uint32_t i = 0; i < m->n_entries; i++) {
+        if (m->encoded)
+            buffer_append(b, m->encoded[i].data, m->encoded[i].size);
+        else
+            encode_holder_entry(b, &m->entries[i]);
+    }
     frame_close(b, start, request, MSG_HOLDERS_OK);
 }
 

@@ -42,13 +42,17 @@ typedef struct answer {
     fanin_status status;
     fanin_error error;
     msg_holders_ok list;
+    uint8_t members[LIMIT_HOLDERS / 8]; /* of the list */
 } answer;
 
-/* A list as far as the rank has told it: of those who hold the same, or all tensors whole. */
+/* A list as far as the rank has told it: of those who hold the same, or all tensors whole. The
+   roster is of all steps. */
 typedef struct known_list {
-    uint64_t version; /* the thread's own */
-    holder_entry *entries;
+    uint64_t version;     /* the thread's own; 0: none */
+    msg_holders of;       /* likewise: whose roster it is, and its version */
+    holder_entry *roster; /* by number */
     size_t n, capacity;
+    uint8_t members[LIMIT_HOLDERS / 8]; /* bits of numbers */
 } known_list;
 
 #define LISTS 2
@@ -97,7 +101,7 @@ static bool copy_ranks(task *t, const list_rank *ranks, size_t n)
 static void forget_lists(holders_list *list)
 {
     for (size_t i = 0; i < LISTS; i++)
-        list->lists[i].n = 0;
+        memset(list->lists[i].members, 0, sizeof list->lists[i].members);
     list->changes++;
 }
 
@@ -208,10 +212,10 @@ static size_t copy_list(const holders_list *list, size_t which, const member *se
     const known_list *h = &list->lists[which];
     size_t n = 0;
     for (size_t i = 0; i < h->n; i++) {
-        const holder_entry *e = &h->entries[i];
+        const holder_entry *e = &h->roster[i];
         holder one = {.is_whole = which > 0};
         memcpy(one.who.id, e->incarnation, sizeof one.who.id);
-        if (member_compare(&one.who, self) != 0 &&
+        if (h->members[i / 8] >> i % 8 & 1 && member_compare(&one.who, self) != 0 &&
             place_same_site(e->place, list->task.offer.place) &&
             find_address(list, e, &one)) {
             one.near = near_of(list, e, one.is_here);
@@ -219,6 +223,18 @@ static size_t copy_list(const holders_list *list, size_t which, const member *se
         }
     }
     return n;
+}
+
+/* Whoever has connected anew is in it twice for a while. */
+static size_t sort_holders(holder *all, size_t n)
+{
+    size_t kept = 0;
+    qsort(all, n, sizeof *all, member_compare); /* they begin with it */
+    for (size_t i = 0; i < n; i++) {
+        if (kept == 0 || member_compare(&all[kept - 1].who, &all[i].who) != 0)
+            all[kept++] = all[i];
+    }
+    return kept;
 }
 
 bool list_copy(holders_list *list, const member *self, uint64_t *seen, holder **out,
@@ -234,7 +250,7 @@ bool list_copy(holders_list *list, const member *self, uint64_t *seen, holder **
         *seen = list->changes;
     pthread_mutex_unlock(&list->lock);
     *out = all;
-    *n_out = n;
+    *n_out = all ? sort_holders(all, n) : 0;
     return all != NULL;
 }
 
@@ -247,35 +263,24 @@ static void on_answer(void *cookie, connection *c, message_type type, body *b)
     a->status = FANIN_OK;
     if (type == MSG_OFFER_OK && decode_empty(b) == FANIN_OK)
         return;
-    if (type == MSG_HOLDERS_OK && decode_holders_ok(b, &a->list) == FANIN_OK)
+    if (type == MSG_HOLDERS_OK && decode_holders_ok(b, &a->list) == FANIN_OK) {
+        bytes_view *members = &a->list.members;
+        if (members->size > 0)
+            members->data = memcpy(a->members, members->data, members->size);
         return;
+    }
     holders_free(&a->list);
     a->status = connection_reply_error(c, "relays", type, b, &a->error);
 }
 
-static size_t find_entry(const known_list *h, const holder_entry *e)
-{
-    size_t i = 0;
-    while (i < h->n && memcmp(h->entries[i].incarnation, e->incarnation,
-                              sizeof e->incarnation) != 0)
-        i++;
-    return i;
-}
-
-/* Lock held. False: no memory, or too many. */
+/* Lock held. False: no memory. */
 static bool apply_entry(known_list *h, const holder_entry *e)
 {
-    size_t at = find_entry(h, e);
-    if (e->left) {
-        if (at < h->n)
-            h->entries[at] = h->entries[--h->n];
-        return true;
-    }
-    if (at == LIMIT_HOLDERS ||
-        !array_reserve(&h->entries, &h->capacity, at + 1, sizeof *h->entries))
+    if (!array_reserve(&h->roster, &h->capacity, e->number + 1, sizeof *h->roster))
         return false;
-    h->entries[at] = *e;
-    h->n += at == h->n;
+    for (; h->n <= e->number; h->n++)
+        h->roster[h->n] = (holder_entry){0};
+    h->roster[e->number] = *e;
     return true;
 }
 
@@ -283,21 +288,24 @@ static bool apply_entry(known_list *h, const holder_entry *e)
 static void apply_answer(holders_list *list, const task *t, known_list *h,
                          const msg_holders_ok *m)
 {
-    bool good = true;
+    bool good = true, news = m->members.size > 0;
     pthread_mutex_lock(&list->lock);
     h->version = m->version;
     if (t->serial == list->task.serial) {
-        if (m->all)
-            h->n = 0;
         for (uint32_t i = 0; i < m->n_entries && good; i++)
             good = apply_entry(h, &m->entries[i]);
-        list->changes += m->all || m->n_entries > 0;
+        h->of.roster = good ? m->roster : 0;
+        if (news) {
+            memset(h->members, 0, sizeof h->members);
+            memcpy(h->members, m->members.data, m->members.size);
+        }
+        list->changes += news;
         list->is_known = true;
         for (size_t i = 0; i < t->n_lists; i++)
             list->is_known = list->is_known && list->lists[i].version > 0;
     }
     pthread_mutex_unlock(&list->lock);
-    if (m->all || m->n_entries > 0)
+    if (news)
         wake_up(list->changed);
     if (!good)
         h->version = 0;
@@ -365,6 +373,8 @@ static fanin_status find_rank(holders_list *list, const task *t, fanin_error *er
     if (status == FANIN_OK && is_connected_to_rank(list))
         return FANIN_OK;
     set_rank(list, "");
+    for (size_t i = 0; i < LISTS; i++)
+        list->lists[i].of.roster = 0; /* it is that rank's */
     for (size_t i = 0; status == FANIN_OK && i < t->n_ranks; i++) {
         fanin_status tried = connect_rank(list, &t->ranks[i], error);
         if (tried == FANIN_OK) {
@@ -452,11 +462,15 @@ static fanin_status check_relays(holders_list *list, fanin_error *error)
 static void put_ask(holders_list *list, const task *t, size_t which, uint64_t request,
                     answer *a)
 {
-    msg_holders m = {.step = t->offer.step,
-                     .version = list->lists[which].version,
-                     .timeout_ms = PARKED_MS};
+    known_list *h = &list->lists[which];
+    msg_holders m = {
+        .step = t->offer.step, .version = h->version, .timeout_ms = PARKED_MS};
     snprintf(m.publication, sizeof m.publication, "%s", t->offer.publication);
     memcpy(m.holding, which > 0 ? t->whole : t->offer.holding, sizeof m.holding);
+    if (memcmp(m.holding, h->of.holding, sizeof m.holding) == 0 &&
+        strcmp(m.publication, h->of.publication) == 0)
+        m.roster = h->of.roster;
+    h->of = m;
     *a = (answer){
         .left = 1, .at = deadline_in_ms(PARKED_MS + ASK_MS), .error = FANIN_ERROR_INIT};
     encode_holders(connection_out(rank_connection(list)), request, &m);
@@ -623,7 +637,7 @@ void list_destroy(holders_list **list)
         close(l->wake.fd);
     task_clear(&l->task);
     for (size_t i = 0; i < LISTS; i++)
-        free(l->lists[i].entries);
+        free(l->lists[i].roster);
     pthread_mutex_destroy(&l->lock);
     free(l);
 }

@@ -435,7 +435,7 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
         return error_set_memory(error);
     c->server = s;
     c->due = c->rest_until = c->lists_due = UINT64_MAX;
-    c->lists_floor = 1; /* 0 is the version of who knows none */
+    c->lists_version = LIST_EMPTY;
     c->epoll = epoll_create1(EPOLL_CLOEXEC);
     fanin_status status;
     s->control = c;

@@ -6,7 +6,6 @@
  */
 #include "control/relays.h"
 #include "array.h"
-#include "digest.h"
 #include "error_set.h"
 #include "place.h"
 #include "publish/filling.h"
@@ -32,12 +31,6 @@ static relay_part *relay_part_of(session *s, uint64_t request)
     if (!s->relays)
         reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
     return s->relays;
-}
-
-size_t relay_part_memory(const session *s)
-{
-    const size_t in_lists = 4 * sizeof(holder_entry); /* as a member, and of changes */
-    return s->relays ? sizeof *s->relays + s->relays->n_offers * in_lists : 0;
 }
 
 static bool answer(session *s, const parked *q, bool is_over)
@@ -277,165 +270,148 @@ fanin_status handle_landed(session *s, uint64_t request, body *in)
     return FANIN_OK;
 }
 
-#define RUNS 64 /* pieces that an answer is put together of */
-
-typedef struct member {
-    const session *of;
-    holder_entry entry;
-} member;
-
-/** Where one of a list's changes ends in `encoded`. */
-typedef struct change {
-    size_t end[2];
-    uint64_t host; /**< host_number() */
-} change;
-
-/** Version first + i + 1 is that of change i. It is encoded once, as all that wait hear the same:
-    [false] without its host, which those of that host alone hear. */
-struct holder_list {
-    struct holder_list *next;
-    char publication[PUBLICATION_NAME_SIZE];
-    uint64_t step, began_ns;
-    uint8_t holding[16];
-    unsigned waiting; /**< parked requests, and calls at work */
-    member *members;
-    buffer encoded[2];
-    change *changes;
-    size_t n_members, n_changes, members_room, changes_room;
-    uint64_t first;
-    bool is_cut; /**< its changes are not just how its members have joined */
-};
-
 /* -------------------------------------------------------------------- lists */
 
-/* Made if it is not there, and to be given back by list_leave(). NULL: no memory. A list that was
-   gone meanwhile was empty, and goes on from there, or from a greater version. */
+/* Of a roster: what an offer tells of its reader, as it is sent. */
+typedef struct holder_number {
+    uint64_t since; /**< version of the roster */
+    buffer entry;   /**< empty: the number is free */
+} holder_number;
+
+/** Who holds the same of a publication, at whatever step. Each offer has a number, by which lists
+    tell it: a reader hears once of another one, and not at each step. Lives with its lists. */
+typedef struct holder_roster {
+    struct holder_roster *next;
+    char publication[PUBLICATION_NAME_SIZE];
+    uint8_t holding[16];
+    holder_list *lists;
+    uint64_t version; /**< of the last entry */
+    holder_number *numbers;
+    size_t n, n_used, room;
+} holder_roster;
+
+/** Other versions than LIST_EMPTY are of one count with those of rosters: none comes again. */
+struct holder_list {
+    holder_list *next;
+    holder_roster *of;
+    uint64_t step, began_ns, version;
+    unsigned users; /**< parked requests, offers, and calls at work */
+    uint8_t members[LIMIT_HOLDERS / 8]; /**< a bit a number, lowest first */
+};
+
+/* As if nobody shared a list. Arrays have room for twice as much at most. */
+size_t relay_part_memory(const session *s)
+{
+    const relay_part *r = s->relays;
+    const size_t list = sizeof(holder_list) + sizeof(holder_roster);
+    const size_t number = 2 * (sizeof(holder_number) + sizeof(holder_entry));
+    if (!r)
+        return 0;
+    return sizeof *r + (r->n_parked - r->n_landed) * list +
+           r->n_offers * (list + number);
+}
+
+static void free_roster(struct control *c, holder_roster *r)
+{
+    holder_roster **link = &c->rosters;
+    while (*link != r)
+        link = &(*link)->next;
+    *link = r->next;
+    free(r->numbers); /* free ones */
+    free(r);
+}
+
+static holder_roster *find_roster(struct control *c, const char *publication,
+                                  const uint8_t holding[16])
+{
+    holder_roster *r = c->rosters;
+    while (r && !(memcmp(r->holding, holding, 16) == 0 &&
+                  strcmp(r->publication, publication) == 0))
+        r = r->next;
+    if (!r && (r = calloc(1, sizeof *r))) {
+        memcpy(r->publication, publication, sizeof r->publication);
+        memcpy(r->holding, holding, sizeof r->holding);
+        r->next = c->rosters;
+        c->rosters = r;
+    }
+    return r;
+}
+
+/* Made if it is not there, and to be given back by list_leave(). NULL: no memory. */
 static holder_list *list_enter(struct control *c, const char *publication,
                                uint64_t step, const uint8_t holding[16])
 {
-    holder_list *l = c->lists;
-    while (l && !(l->step == step && memcmp(l->holding, holding, 16) == 0 &&
-                  strcmp(l->publication, publication) == 0))
+    holder_roster *r = find_roster(c, publication, holding);
+    holder_list *l = r ? r->lists : NULL;
+    while (l && l->step != step)
         l = l->next;
-    if (!l && (l = calloc(1, sizeof *l))) {
-        memcpy(l->publication, publication, sizeof l->publication);
+    if (r && !l && (l = calloc(1, sizeof *l))) {
+        l->of = r;
         l->step = step;
-        memcpy(l->holding, holding, sizeof l->holding);
         l->began_ns = clock_ns();
-        l->first = c->lists_floor;
-        l->next = c->lists;
-        c->lists = l;
+        l->version = LIST_EMPTY;
+        l->next = r->lists;
+        r->lists = l;
     }
     if (l)
-        l->waiting++;
+        l->users++;
+    else if (r && !r->lists)
+        free_roster(c, r);
     return l;
 }
 
 static void list_leave(struct control *c, holder_list *l)
 {
-    if (--l->waiting > 0 || l->n_members > 0)
+    if (--l->users > 0)
         return;
-    holder_list **link = &c->lists;
+    holder_list **link = &l->of->lists;
     while (*link != l)
         link = &(*link)->next;
     *link = l->next;
-    if (c->lists_floor < l->first + l->n_changes)
-        c->lists_floor = l->first + l->n_changes;
-    free(l->members);
-    free(l->changes);
-    buffer_free(&l->encoded[false]);
-    buffer_free(&l->encoded[true]);
+    if (!l->of->lists)
+        free_roster(c, l->of);
     free(l);
 }
 
-/* Equal hosts have equal numbers; 0 is no host. */
-static uint64_t host_number(const char *host)
+static void list_set(struct control *c, holder_list *l, size_t number, bool is_member)
 {
-    return host[0] ? checksum_of(host, strlen(host)) | 1 : 0;
-}
-
-static size_t start_of(const holder_list *l, size_t i, bool with_host)
-{
-    return i > 0 ? l->changes[i - 1].end[with_host] : 0;
-}
-
-static void forget_changes(holder_list *l, size_t n)
-{
-    l->n_changes -= n;
-    l->first += n;
-    for (int k = 0; k < 2; k++) {
-        buffer *b = &l->encoded[k];
-        size_t start = start_of(l, n, k);
-        b->size -= start;
-        memmove(b->data, b->data + start, b->size);
-        for (size_t i = n; i < n + l->n_changes; i++)
-            l->changes[i].end[k] -= start;
-    }
-    memmove(l->changes, l->changes + n, l->n_changes * sizeof *l->changes);
-    l->is_cut = true;
-}
-
-/* Who knows less than what is still there gets the whole list. Without memory all do. */
-static void note(struct control *c, holder_list *l, const holder_entry *e, bool left)
-{
-    holder_entry told = *e;
-    told.left = left;
-    if (left) /* what says who it was is enough */
-        told.host[0] = told.place[0] = '\0';
-    change now = {.host = host_number(told.host)};
-    if (l->n_changes > 2 * l->n_members + 64)
-        forget_changes(l, l->n_changes / 2);
-    for (int k = 1; k >= 0; k--) {
-        encode_holder_entry(&l->encoded[k], &told);
-        now.end[k] = l->encoded[k].size;
-        told.host[0] = '\0';
-    }
-    if (!l->encoded[false].failed && !l->encoded[true].failed &&
-        array_reserve(&l->changes, &l->changes_room, l->n_changes + 1,
-                      sizeof *l->changes)) {
-        l->changes[l->n_changes++] = now;
-    } else {
-        l->first += l->n_changes + 1;
-        l->n_changes = 0;
-        buffer_free(&l->encoded[false]);
-        buffer_free(&l->encoded[true]);
-        l->is_cut = true;
-    }
+    uint8_t bit = (uint8_t)(1u << number % 8), *of = &l->members[number / 8];
+    *of = (uint8_t)(is_member ? *of | bit : *of & ~bit);
+    l->version = ++c->lists_version;
     c->lists_changed = true;
 }
 
-static bool is_in(const holder_list *l, const holder_entry *e)
+/* There is one. False: no memory. */
+static bool take_number(struct control *c, holder_roster *r, holder_entry *e)
 {
-    for (size_t i = 0; i < l->n_members; i++)
-        if (memcmp(l->members[i].entry.incarnation, e->incarnation, 16) == 0 &&
-            strcmp(l->members[i].entry.address, e->address) == 0)
-            return true;
-    return false;
-}
-
-static bool join(session *s, holder_list *l, const holder_entry *e)
-{
-    if (!array_reserve(&l->members, &l->members_room, l->n_members + 1,
-                       sizeof *l->members))
+    size_t number = r->n_used < r->n ? 0 : r->n;
+    while (number < r->n && r->numbers[number].entry.size > 0)
+        number++;
+    if (!array_reserve(&r->numbers, &r->room, number + 1, sizeof *r->numbers))
         return false;
-    l->members[l->n_members++] = (member){s, *e};
-    note(s->control, l, e, false);
+    holder_number *to = &r->numbers[number];
+    if (number == r->n)
+        r->numbers[r->n++] = (holder_number){0};
+    e->number = (uint32_t)number;
+    encode_holder_entry(&to->entry, e);
+    if (to->entry.failed) {
+        buffer_free(&to->entry);
+        return false;
+    }
+    to->since = r->version = ++c->lists_version;
+    r->n_used++;
     return true;
 }
 
-/* A session that has connected anew may be in the list beside the one before. */
-static void remove_member(session *s, holder_list *l)
+/* It names another one then, who is told as such. */
+static void free_number(holder_roster *r, size_t number)
 {
-    size_t i = 0;
-    while (l->members[i].of != s)
-        i++;
-    const holder_entry gone = l->members[i].entry;
-    l->is_cut = true;
-    l->members[i] = l->members[--l->n_members];
-    if (!is_in(l, &gone))
-        note(s->control, l, &gone, true);
-    l->waiting++; /* list_leave() ends it with the last */
-    list_leave(s->control, l);
+    buffer_free(&r->numbers[number].entry);
+    if (--r->n_used > 0)
+        return;
+    free(r->numbers);
+    r->numbers = NULL;
+    r->n = r->room = 0;
 }
 
 /* ------------------------------------------------------------------- offers */
@@ -488,9 +464,9 @@ static void end_parked(session *s, const char *publication, uint64_t step)
     for (size_t i = 0; i < SESSION_PARKED; i++) {
         parked *q = &s->relays->parked[i];
         if (q->type != MSG_HOLDERS || q->list->step != step ||
-            strcmp(q->list->publication, publication) != 0)
+            strcmp(q->list->of->publication, publication) != 0)
             continue;
-        msg_holders_ok nothing_new = {.version = q->version};
+        msg_holders_ok nothing_new = {.version = q->version, .roster = q->roster};
         if (q->version > 0)
             encode_holders_ok(&s->out.bytes, q->request, &nothing_new);
         else
@@ -501,7 +477,9 @@ static void end_parked(session *s, const char *publication, uint64_t step)
 
 static void withdraw(session *s, offer *o)
 {
-    remove_member(s, o->list);
+    free_number(o->list->of, o->number);
+    list_set(s->control, o->list, o->number, false);
+    list_leave(s->control, o->list);
     o->list = NULL;
     count_offers(s, -1);
 }
@@ -513,10 +491,10 @@ static void offers_withdraw(session *s)
             withdraw(s, &s->relays->offers[i]);
 }
 
-/* Whether it offers what it has offered already. */
-static bool is_same_offer(const msg_offer *a, const msg_offer *b)
+/* Whether it offers what it has offered already, perhaps of another step. */
+static bool is_same_holder(const msg_offer *a, const msg_offer *b)
 {
-    return a->step == b->step && memcmp(a->holding, b->holding, 16) == 0 &&
+    return memcmp(a->holding, b->holding, 16) == 0 &&
            memcmp(a->incarnation, b->incarnation, 16) == 0 && a->port == b->port &&
            a->local == b->local && strcmp(a->host, b->host) == 0 &&
            strcmp(a->place, b->place) == 0;
@@ -537,6 +515,7 @@ static holder_entry entry_of(const session *s, const msg_offer *m)
 
 static void take_offer(session *s, const msg_offer *m, fanin_error *error)
 {
+    struct control *c = s->control;
     relay_part *r = s->relays;
     offer *o = r->offers;
     if (r->n_offers == SESSION_OFFERS) {
@@ -546,19 +525,38 @@ static void take_offer(session *s, const msg_offer *m, fanin_error *error)
     }
     while (o->list)
         o++;
-    holder_list *l = list_enter(s->control, m->publication, m->step, m->holding);
+    holder_list *l = list_enter(c, m->publication, m->step, m->holding);
     holder_entry e = entry_of(s, m);
-    if (l && l->n_members == LIMIT_HOLDERS)
+    if (l && l->of->n_used == LIMIT_HOLDERS)
         error_set(error, FANIN_ERR_LIMIT, NULL, "%d relays hold the same already",
                   LIMIT_HOLDERS);
-    else if (!l || !join(s, l, &e))
+    else if (!l || !take_number(c, l->of, &e))
         error_set(error, FANIN_ERR_MEMORY, NULL, "the server is out of memory");
     if (error->status == FANIN_OK) {
-        *o = (offer){.m = *m, .list = l};
+        *o = (offer){.m = *m, .list = l, .number = e.number};
+        list_set(c, l, e.number, true);
         count_offers(s, 1);
+    } else if (l) {
+        list_leave(c, l);
     }
-    if (l)
-        list_leave(s->control, l);
+}
+
+/* To another step, with the number. Without memory it ends, as the reader may not hold the step
+   before any more. */
+static void move_offer(session *s, offer *o, const msg_offer *m, fanin_error *error)
+{
+    struct control *c = s->control;
+    holder_list *l = list_enter(c, m->publication, m->step, m->holding);
+    if (!l) {
+        error_set(error, FANIN_ERR_MEMORY, NULL, "the server is out of memory");
+        withdraw(s, o);
+        return;
+    }
+    list_set(c, o->list, o->number, false);
+    list_leave(c, o->list);
+    o->list = l;
+    o->m = *m;
+    list_set(c, l, o->number, true);
 }
 
 /* ------------------------------------------------------------------- checks */
@@ -630,10 +628,12 @@ fanin_status handle_offer(session *s, uint64_t request, body *in)
     offer *before = find_offer(r, m.publication);
     if (before && !m.gone)
         add_offer_stats(server, &before->m, &m);
-    bool same = before && !m.gone && is_same_offer(&before->m, &m);
-    bool ends = before && !same;
+    bool same = before && !m.gone && is_same_holder(&before->m, &m);
+    bool moves = same && before->m.step != m.step, ends = before && (!same || moves);
     uint64_t step = ends ? before->m.step : 0;
-    if (same)
+    if (moves)
+        move_offer(s, before, &m, &error);
+    else if (same)
         before->m = m;
     else if (before)
         withdraw(s, before);
@@ -649,54 +649,20 @@ fanin_status handle_offer(session *s, uint64_t request, body *in)
 
 /* ------------------------------------------------------------------ holders */
 
-/* The host that the session has named; 0: it may be any. */
-static uint64_t host_of(session *s, const holder_list *l)
+/* False: no memory. */
+static bool add_entries(const holder_roster *r, uint64_t known, msg_holders_ok *m,
+                        bytes_view **encoded)
 {
-    const offer *o = find_offer(s->relays, l->publication);
-    return o ? host_number(o->m.host) : 0;
-}
-
-static void tell_all(session *s, uint64_t request, const holder_list *l,
-                     msg_holders_ok *m)
-{
-    uint64_t host = host_of(s, l);
-    m->entries = calloc(l->n_members + 1, sizeof *m->entries);
-    if (!m->entries) {
-        reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
-        return;
+    if (known >= r->version)
+        return true;
+    bytes_view *to = *encoded = calloc(r->n + 1, sizeof *to);
+    for (size_t i = 0; to && i < r->n; i++) {
+        const holder_number *at = &r->numbers[i];
+        if (at->entry.size > 0 && at->since > known)
+            to[m->n_entries++] = (bytes_view){at->entry.data, at->entry.size};
     }
-    m->all = true;
-    for (size_t i = 0; i < l->n_members; i++) {
-        m->entries[i] = l->members[i].entry;
-        if (host && host_number(m->entries[i].host) != host)
-            m->entries[i].host[0] = '\0';
-    }
-    m->n_entries = (uint32_t)l->n_members;
-    encode_holders_ok(&s->out.bytes, request, m);
-    holders_free(m);
-}
-
-/* Changes from @p from on, with the hosts that are the session's; if these are too many, with all
-   of the rest. */
-static void tell_changes(session *s, uint64_t request, const holder_list *l,
-                         size_t from, msg_holders_ok m)
-{
-    bytes_view runs[RUNS];
-    uint64_t host = host_of(s, l);
-    size_t i = from, end;
-    for (m.n_encoded = 0; i < l->n_changes; i = end) {
-        bool all = !host || m.n_encoded == RUNS - 1;
-        bool with = all || l->changes[i].host == host;
-        end = i + 1;
-        while (end < l->n_changes && (all || with == (l->changes[end].host == host)))
-            end++;
-        size_t start = start_of(l, i, with);
-        runs[m.n_encoded++] = (bytes_view){l->encoded[with].data + start,
-                                           l->changes[end - 1].end[with] - start};
-    }
-    m.n_entries = (uint32_t)(l->n_changes - from);
-    m.encoded = runs;
-    encode_holders_ok(&s->out.bytes, request, &m);
+    m->encoded = to;
+    return to != NULL;
 }
 
 /* Who knows nothing hears soon, though of all that come at the same time: lists begin when the
@@ -711,17 +677,22 @@ static deadline quiet_of(const struct control *c, const parked *q)
 static bool answer_holders(session *s, const parked *q, bool is_over)
 {
     const holder_list *l = q->list;
-    uint64_t known = q->version, now = l->first + l->n_changes;
-    msg_holders_ok m = {.version = now};
-    if (known == now && !is_over)
+    const holder_roster *r = l->of;
+    msg_holders_ok m = {.version = l->version, .roster = q->roster};
+    bytes_view *encoded = NULL;
+    if (q->version == l->version && !is_over)
         return false;
-    session_take_spare(s);
-    m.all = known < l->first || known > now || now - known > LIMIT_HOLDERS;
-    if (m.all && l->is_cut) {
-        tell_all(s, q->request, l, &m);
-        return true;
+    if (q->version != l->version) {
+        m.roster = r->version;
+        m.members = (bytes_view){l->members, r->n > 0 ? (r->n + 7) / 8 : 1};
+        if (!add_entries(r, q->roster, &m, &encoded)) {
+            reply_fault(s, q->request, FANIN_ERR_MEMORY, "the server is out of memory");
+            return true;
+        }
+        session_take_spare(s);
     }
-    tell_changes(s, q->request, l, m.all ? 0 : (size_t)(known - l->first), m);
+    encode_holders_ok(&s->out.bytes, q->request, &m);
+    free(encoded);
     return true;
 }
 
@@ -745,6 +716,7 @@ fanin_status handle_holders(session *s, uint64_t request, body *in)
     parked q = {.type = MSG_HOLDERS,
                 .request = request,
                 .version = m.version,
+                .roster = m.roster,
                 .at = deadline_in_ms(m.timeout_ms),
                 .list = list_enter(s->control, m.publication, m.step, m.holding)};
     if (!q.list) {

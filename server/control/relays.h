@@ -19,19 +19,22 @@
 #define MORE_SESSIONS 2
 #define MORE_MOST_MS 256
 
+#define LIST_EMPTY 1 /**< version of a list that nobody has entered; 0: none is known */
+
 typedef struct parked {
     message_type type; /**< MSG_LANDED or MSG_HOLDERS; 0: this place is free */
     uint64_t request;
     deadline at;
-    uint64_t version;     /**< that the client knows */
-    uint8_t token[16];    /**< of landed */
-    holder_list *list;    /**< of holders */
-    deadline quiet_until; /**< no news before */
+    uint64_t version, roster; /**< that the client knows */
+    uint8_t token[16];        /**< of landed */
+    holder_list *list;        /**< of holders */
+    deadline quiet_until;     /**< no news before */
 } parked;
 
 typedef struct offer {
     msg_offer m;
     holder_list *list; /**< that it is in; NULL: this place is free */
+    size_t number;     /**< in its roster */
 } offer;
 
 /** What a session has that asks for relays. */

@@ -135,8 +135,8 @@ struct control {
     peer_turns resting;    /**< sessions: rest.h */
     bool crowded;          /**< ... and all strangers together have had their share */
     const session *served; /**< whose turn it is of those; NULL: it is over */
-    holder_list *lists;    /**< of who holds the same (relays.c) */
-    uint64_t lists_floor;  /**< no list that has gone had a greater version */
+    struct holder_roster *rosters; /**< of who holds the same (relays.c) */
+    uint64_t lists_version;        /**< the greatest of all lists */
     bool lists_changed;
     deadline
         lists_due; /**< when they are told that wait for lists; UINT64_MAX: none changed */

@@ -219,30 +219,36 @@ pid_t fork_holder(void)
 
 /* ------------------------------------------------------------------- false relays */
 
-void offer_falsely(holders_list **list, const fanin_client_config *config,
-                   const digest *holding, uint16_t port, member self)
+void offer_step_falsely(holders_list *list, uint64_t step, const digest *holding,
+                        uint16_t port, member self)
 {
-    static const logger quiet;
     const world *w = ways.world;
-    msg_offer m = {.publication = "lora:0", .step = 1, .port = port, .local = true};
-    uint64_t seen = 0;
-    holder *all;
-    size_t n;
+    msg_offer m = {.publication = "lora:0", .step = step, .port = port, .local = true};
     memcpy(m.holding, holding->bytes, sizeof m.holding);
     memcpy(m.incarnation, self.id, sizeof m.incarnation);
     host_id(NULL, m.host);
-    assert_int_equal(list_create(config, &quiet, eventfd(0, 0), list, NULL), FANIN_OK);
     list_rank *ranks = calloc(w->size, sizeof *ranks);
     for (size_t i = 0; i < w->size; i++) {
         snprintf(ranks[i].address, sizeof ranks[i].address, "%s", w->address_list[i]);
         member rank = handing_member(w->ranks[i].server);
         memcpy(ranks[i].incarnation, rank.id, sizeof rank.id);
     }
-    assert_true(list_offer(*list, w->id, ranks, w->size, &m, NULL));
+    assert_true(list_offer(list, w->id, ranks, w->size, &m, NULL));
     free(ranks);
     deadline until = deadline_in_ms(20000);
-    while (!list_is_known(*list) && !deadline_passed(until))
+    while (!list_is_known(list) && !deadline_passed(until))
         usleep(1000);
+}
+
+void offer_falsely(holders_list **list, const fanin_client_config *config,
+                   const digest *holding, uint16_t port, member self)
+{
+    static const logger quiet;
+    uint64_t seen = 0;
+    holder *all;
+    size_t n;
+    assert_int_equal(list_create(config, &quiet, eventfd(0, 0), list, NULL), FANIN_OK);
+    offer_step_falsely(*list, 1, holding, port, self);
     assert_true(list_copy(*list, &self, &seen, &all, &n));
     free(all);
 }

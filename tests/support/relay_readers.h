@@ -65,6 +65,9 @@ pid_t fork_holder(void);
     */
 void offer_falsely(holders_list **list, const fanin_client_config *config,
                    const digest *holding, uint16_t port, member self);
+/** The next step of the same list. */
+void offer_step_falsely(holders_list *list, uint64_t step, const digest *holding,
+                        uint16_t port, member self);
 
 /** A relay that offers all that a reader wants, and publishes what a test makes of its parts. */
 typedef struct false_relay {

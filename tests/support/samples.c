@@ -314,21 +314,28 @@ static void add_relays(samples *s)
     encode_offer(add(s, "offer_gone"), SAMPLE_REQUEST, &gone);
     encode_empty(add(s, "offer_ok"), SAMPLE_REQUEST, MSG_OFFER_OK);
 
-    msg_holders holders = {
-        .publication = "full:0", .step = 42, .version = 7, .timeout_ms = 30000};
+    msg_holders holders = {.publication = "full:0",
+                           .step = 42,
+                           .version = 7,
+                           .timeout_ms = 30000,
+                           .roster = 5};
     fill(holders.holding, 0x70);
     encode_holders(add(s, "holders"), SAMPLE_REQUEST, &holders);
     holder_entry entries[] = {
         {.address = "10.0.0.7:7000", .host = "host", .place = "a/r3"},
-        {.address = ":7001", .host = "other", .local = true},
-        {.address = "[fd00::7]:7000", .left = true}};
+        {.address = ":7001", .host = "other", .local = true, .number = 1},
+        {.address = "[fd00::7]:7000", .number = 9}};
     fill(entries[0].incarnation, 0x30);
     fill(entries[1].incarnation, 0x31);
     fill(entries[2].incarnation, 0x32);
-    msg_holders_ok known = {.version = 9, .entries = entries, .n_entries = 3};
+    msg_holders_ok known = {.version = 9,
+                            .roster = 8,
+                            .entries = entries,
+                            .n_entries = 3,
+                            .members = {(const uint8_t *)"\x01\x02", 2}};
     encode_holders_ok(add(s, "holders_ok"), SAMPLE_REQUEST, &known);
-    known = (msg_holders_ok){.version = 9, .all = true};
-    encode_holders_ok(add(s, "holders_ok_all"), SAMPLE_REQUEST, &known);
+    known = (msg_holders_ok){.version = 9, .roster = 8};
+    encode_holders_ok(add(s, "holders_ok_same"), SAMPLE_REQUEST, &known);
 
     msg_landed landed = {.version = 3, .timeout_ms = 30000};
     fill(landed.token, 0x60);

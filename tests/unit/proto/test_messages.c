@@ -450,6 +450,18 @@ TEST(statistics_are_bounded)
     stats_free(&m);
 }
 
+static void refuse_holders(const msg_holders_ok *m, const char *words)
+{
+    msg_holders_ok again;
+    buffer b = {0};
+    encode_holders_ok(&b, 1, m);
+    body in = body_of(&b);
+    assert_int_equal(decode_holders_ok(&in, &again), FANIN_ERR_PROTOCOL);
+    assert_says(in.why, words);
+    holders_free(&again);
+    buffer_free(&b);
+}
+
 /* As many holders as a list may have, each at its longest, are one reply. */
 TEST(lists_of_holders_are_bounded)
 {
@@ -458,9 +470,14 @@ TEST(lists_of_holders_are_bounded)
         memset(entries[i].address, 'a', 63);
         memset(entries[i].host, 'h', 63);
         memset(entries[i].place, 'p', 63);
-        entries[i].local = entries[i].left = true;
+        entries[i].local = true;
+        entries[i].number = (uint32_t)(LIMIT_HOLDERS - 1 - i % LIMIT_HOLDERS);
     }
-    msg_holders_ok m = {.version = 9, .entries = entries, .n_entries = LIMIT_HOLDERS};
+    static const uint8_t members[LIMIT_HOLDERS / 8 + 1] = {1};
+    msg_holders_ok m = {.version = 9,
+                        .entries = entries,
+                        .n_entries = LIMIT_HOLDERS,
+                        .members = {members, LIMIT_HOLDERS / 8}};
     msg_holders_ok again;
     buffer b = {0};
     encode_holders_ok(&b, 1, &m);
@@ -469,15 +486,17 @@ TEST(lists_of_holders_are_bounded)
     assert_int_equal(decode_holders_ok(&in, &again), FANIN_OK);
     assert_int_equal(again.n_entries, LIMIT_HOLDERS);
     assert_memory_equal(again.entries, entries, LIMIT_HOLDERS * sizeof *entries);
-    holders_free(&again);
-    m.n_entries++;
-    b.size = 0;
-    encode_holders_ok(&b, 1, &m);
-    in = body_of(&b);
-    assert_int_equal(decode_holders_ok(&in, &again), FANIN_ERR_PROTOCOL);
-    assert_string_equal(in.why, "too many holders");
+    assert_int_equal(again.members.size, LIMIT_HOLDERS / 8);
     holders_free(&again);
     buffer_free(&b);
+    m.n_entries++;
+    refuse_holders(&m, "too many holders");
+    m.n_entries = 1;
+    entries[0].number = LIMIT_HOLDERS;
+    refuse_holders(&m, "number");
+    m.n_entries = 0;
+    m.members.size++;
+    refuse_holders(&m, "length");
 }
 
 static fanin_status landed_status(const landed_range *ranges, uint32_t n)

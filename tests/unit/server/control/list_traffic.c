@@ -16,7 +16,7 @@
 
 typedef struct relay {
     peer p;
-    uint64_t request, version;
+    uint64_t request, version, roster;
     size_t known;
 } relay;
 
@@ -38,8 +38,11 @@ static void offer(relay *r, size_t i, uint64_t step, buffer *b)
 
 static void ask(relay *r, uint64_t step, buffer b)
 {
-    msg_holders m = {
-        .publication = RUN, .step = step, .version = r->version, .timeout_ms = 10000};
+    msg_holders m = {.publication = RUN,
+                     .step = step,
+                     .version = r->version,
+                     .timeout_ms = 10000,
+                     .roster = r->roster};
     encode_holders(&b, r->request = ++r->p.request, &m);
     peer_send(&r->p, &b);
 }
@@ -55,7 +58,10 @@ static void hear(relay *r, uint64_t step)
     body in = {.data = r->p.body, .size = r->p.frame.length};
     assert_int_equal(decode_holders_ok(&in, &m), FANIN_OK);
     r->version = m.version;
-    r->known = m.all ? m.n_entries : r->known + m.n_entries;
+    r->roster = m.roster;
+    r->known = m.members.size > 0 ? 0 : r->known;
+    for (size_t i = 0; i < m.members.size; i++)
+        r->known += (size_t)__builtin_popcount(m.members.data[i]);
     holders_free(&m);
     ask(r, step, (buffer){0});
 }
