@@ -350,13 +350,6 @@ typedef struct cut {
     size_t count;      /* files */
 } cut;
 
-static void cut_free(cut *c)
-{
-    free(c->order);
-    free(c->file_of);
-    free(c->first);
-}
-
 /* One after the other, in the order of c->order; larger ones alone, between the others. */
 static void number_files(const key_table *keys, uint64_t most, cut *c)
 {
@@ -479,7 +472,9 @@ fanin_status tensor_files_of_model(const key_table *keys, uint64_t most, uint64_
     fanin_status status = cut_keys(keys, most ? most : MODEL_FILE_BYTES, &c, error);
     if (status == FANIN_OK)
         status = cut_into_files(keys, &c, page, out, error);
-    cut_free(&c);
+    free(c.order);
+    free(c.file_of);
+    free(c.first);
     if (status != FANIN_OK)
         tensor_files_free(out);
     return status;

@@ -81,13 +81,6 @@ static void add_parts(builder *b, const source_copies *c)
     }
 }
 
-static void add_bases(device_plan *d, size_t source, const source_copies *c)
-{
-    for (uint32_t i = 0; i < c->n_regions; i++)
-        d->bases[d->n_bases++] =
-            (device_base){.source = source, .region = c->regions[i]};
-}
-
 /* Of the source, whose bases begin at @p base. */
 static bool join_copies(builder *b, const source_copies *c, uint32_t base)
 {
@@ -132,7 +125,9 @@ static fanin_status join_all(builder *b, fanin_error *error)
         uint32_t base = d->n_bases;
         if (!c)
             continue;
-        add_bases(d, i, c);
+        for (uint32_t j = 0; j < c->n_regions; j++)
+            d->bases[d->n_bases++] =
+                (device_base){.source = i, .region = c->regions[j]};
         if (!join_copies(b, c, base))
             return device_plan_broken_off(b->from->stop, error);
     }

@@ -379,20 +379,14 @@ static void account(const void *reading, size_t source, served *out)
     out->reads = copies->reads;
 }
 
-/* It does not end a read: what it may touch stays mapped and is never freed. */
-static void leave_to_device(fanin_client *client)
-{
-    devices *d = client->devices;
-    ipc_map_abandon(d->map);
-    device_memory_leave(d->memory);
-}
-
 static bool finish(void *reading)
 {
     ipc_reading *k = reading;
     bool ended = device_reader_destroy(&k->kernels);
-    if (!ended)
-        leave_to_device(k->r->client);
+    if (!ended) { /* what it may touch stays mapped and is never freed */
+        ipc_map_abandon(k->r->client->devices->map);
+        device_memory_leave(k->r->client->devices->memory);
+    }
     free(k);
     return ended;
 }

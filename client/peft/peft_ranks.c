@@ -229,13 +229,6 @@ typedef struct unit_list {
     size_t count;
 } unit_list;
 
-static void units_free(unit_list *units)
-{
-    for (size_t i = 0; i < units->count; i++)
-        free(units->items[i].owned);
-    free(units->items);
-}
-
 static void add_rank_unit(unit_list *units, const peft_module *module, char *owned,
                           uint64_t rank)
 {
@@ -502,6 +495,8 @@ fanin_status peft_ranks_derive(peft_maker *m)
     fanin_status status =
         d.units.items && d.targets ? derive_units(m, &d) : error_set_memory(m->error);
     json_decref(d.targets);
-    units_free(&d.units);
+    for (size_t i = 0; i < d.units.count; i++)
+        free(d.units.items[i].owned);
+    free(d.units.items);
     return status;
 }

@@ -160,21 +160,15 @@ static fanin_status apply_part(void *cookie, size_t part, work_stop *stop,
     return FANIN_OK;
 }
 
-/* False: somebody has said meanwhile that it was written. */
-static bool begin_to_write(pull *p)
-{
-    uint64_t drops = p->drops;
-    pull_writes(p);
-    return p->drops == drops + 1;
-}
-
 fanin_status pull_apply(pull *p, fanin_error *error)
 {
     fanin_status status =
         delta_await_stream(p->delta, &p->options->stream, p->at, error);
     if (status != FANIN_OK)
         return status;
-    bool holds = begin_to_write(p);
+    uint64_t drops = p->drops;
+    pull_writes(p);
+    bool holds = p->drops == drops + 1; /* else somebody has said that it was written */
     if (holds)
         status = run_parts(p, apply_part, error);
     if (status == FANIN_OK && holds)

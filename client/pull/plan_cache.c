@@ -105,14 +105,6 @@ void plan_cache_drop(publication *p)
         clear_cache(&p->plans[i]);
 }
 
-/* The same; none is valid any more. */
-static void plan_cache_free(publication *p)
-{
-    plan_cache_drop(p);
-    free(p->plans);
-    p->plans = NULL;
-}
-
 /* ------------------------------------------------------------------- making */
 
 /* What a plan depends on. */
@@ -481,7 +473,9 @@ fanin_status plan_detail_ahead(plan_part *part, fanin_client *client, publicatio
 
 static void drop_publication(fanin_client *client, publication **at)
 {
-    plan_cache_free(*at);
+    plan_cache_drop(*at);
+    free((*at)->plans);
+    (*at)->plans = NULL;
     path_states_free(client, *at);
     tables_free(at);
 }

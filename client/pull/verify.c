@@ -439,17 +439,13 @@ static fanin_status compare_with_devices(verifier *v, fanin_error *error)
     return status;
 }
 
-static fanin_status compare_by_threads(verifier *v, fanin_error *error)
-{
-    bool worth = v->plan->plan->bytes >= COMPARE_THREADS_FROM;
-    return workers_run(v->p->client, v->p->at, COMPARE_PARTS, worth, compare_part, v,
-                       error);
-}
-
 fanin_status verify_kept(verifier *v, bool *equal, fanin_error *why)
 {
-    fanin_status status = v->p->delta->devices.n > 0 ? compare_with_devices(v, why)
-                                                     : compare_by_threads(v, why);
+    bool worth = v->plan->plan->bytes >= COMPARE_THREADS_FROM;
+    fanin_status status = v->p->delta->devices.n > 0
+                              ? compare_with_devices(v, why)
+                              : workers_run(v->p->client, v->p->at, COMPARE_PARTS,
+                                            worth, compare_part, v, why);
     *equal = status == FANIN_OK;
     return status == FANIN_ERR_TRANSPORT ? FANIN_OK : status;
 }

@@ -19,13 +19,6 @@ static const char *or_environment(const char *configured, const char *name)
     return given(configured ? configured : getenv(name));
 }
 
-static certificate_files or_environments(const certificate_files *configured)
-{
-    return (certificate_files){.cert = or_environment(configured->cert, CERT_ENV),
-                               .key = or_environment(configured->key, KEY_ENV),
-                               .ca = or_environment(configured->ca, CA_ENV)};
-}
-
 static fanin_status credentials_refuse(fanin_error *error, const char *what,
                                        const char *remedy)
 {
@@ -64,7 +57,10 @@ static fanin_status credentials_resolve(const credentials *configured, credentia
     if (has_secret || !has_files)
         out->secret = secret_file_of(configured->secret);
     if (has_files || !has_secret)
-        out->tls = or_environments(&configured->tls);
+        out->tls =
+            (certificate_files){.cert = or_environment(configured->tls.cert, CERT_ENV),
+                                .key = or_environment(configured->tls.key, KEY_ENV),
+                                .ca = or_environment(configured->tls.ca, CA_ENV)};
     return credentials_check(out, error);
 }
 

@@ -100,24 +100,11 @@ static bool share_is_used(const stream_tools *t, const connection *c, bool crowd
                                       : peer_must_rest(t->server, c->from)));
 }
 
-static bool limit_is_reached(const fanin_server *s)
-{
-    return s->max_bytes_per_second > 0 &&
-           bucket_ready(&limit_bucket, LIMIT_WINDOW_NS) > clock_ns();
-}
-
-/* So much was sent, be the limit reached or not. */
-static void limit_charge(const fanin_server *s, uint64_t bytes)
-{
-    if (s->max_bytes_per_second > 0)
-        bucket_take(&limit_bucket, clock_ns(),
-                    bytes * UINT64_C(1000000000) / s->max_bytes_per_second);
-}
-
 /* By the bytes a second of all that is sent. */
 static bool is_held_back(const stream_tools *t, const connection *c)
 {
-    return c->job.left > 0 && !c->digester.on && limit_is_reached(t->server);
+    return c->job.left > 0 && !c->digester.on && t->server->max_bytes_per_second > 0 &&
+           bucket_ready(&limit_bucket, LIMIT_WINDOW_NS) > clock_ns();
 }
 
 bool connection_may_go_on(const stream_tools *t, const connection *c)
@@ -460,7 +447,9 @@ static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t 
     bool is_short = n > 0 && (size_t)n < g->bytes;
     if (reading || *of_job > 0 || c->waiting)
         send_leave(t->server, c, reading, *of_job, full);
-    limit_charge(t->server, *of_job);
+    if (t->server->max_bytes_per_second > 0)
+        bucket_take(&limit_bucket, clock_ns(),
+                    *of_job * UINT64_C(1000000000) / t->server->max_bytes_per_second);
     if (n < 0 && code == EFAULT && !c->copies) {
         c->copies = true; /* up to the byte that cannot be read, then it */
         return PROGRESS_MORE;
@@ -813,14 +802,6 @@ static progress rest(stream_tools *t, connection *c)
     return PROGRESS_WAIT;
 }
 
-static void charge(stream_tools *t, connection *c, bool reads, uint64_t cpu_ns)
-{
-    if (!reads)
-        peer_charge(t->server, c->from, cpu_ns);
-    else if (peer_send_is_counted(t->server, c->from))
-        peer_charge_send(t->server, c->from, cpu_ns);
-}
-
 progress connection_progress(stream_tools *t, connection *c)
 {
     /* With a secret there are none but of peers that have proven it. */
@@ -833,7 +814,10 @@ progress connection_progress(stream_tools *t, connection *c)
     c->resting = false;
     uint64_t began = counts ? thread_cpu_ns() : 0;
     progress result = progress_once(t, c);
-    if (counts)
-        charge(t, c, reads || is_reading(c), thread_cpu_ns() - began);
+    reads = reads || is_reading(c);
+    if (counts && !reads)
+        peer_charge(t->server, c->from, thread_cpu_ns() - began);
+    else if (counts && peer_send_is_counted(t->server, c->from))
+        peer_charge_send(t->server, c->from, thread_cpu_ns() - began);
     return c->out.bytes.failed ? PROGRESS_CLOSE : result;
 }
