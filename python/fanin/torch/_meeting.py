@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 from fanin.errors import StateError
-from fanin.torch._replicas import QUIET, At, await_keys, peek
+from fanin.torch._replicas import At, answering, await_keys, log_absent, peek
 from fanin.torch._union import ranks_text
 
-_log = logging.getLogger("fanin.torch")
 _WAIT = 600.0
 """Seconds that a rank waits for the others."""
 _COME = "come"
@@ -40,13 +37,18 @@ class Meeting:
         StateError: one of them has failed, or has not come.
         """
         key = self._key(at)
-        with self._answering():
+        purpose = f"compute {self._publication}"
+
+        def tell() -> None:
+            log_absent(self._rank, self._absent(key), purpose)
+
+        with answering(purpose, self._publication):
             self._store.set(self._place(self._rank), key)
             if self._store.add(f"{key}/count", 1) == self._size:
                 self._store.compare_set(key, "", _COME)
                 self._forget()
             self._last = key
-            if await_keys(self._store, [key], _WAIT, lambda: self._log_absent(key)):
+            if await_keys(self._store, [key], _WAIT, tell):
                 absent = self._absent(key)
                 raise self._error(
                     f"{ranks_text(absent)} did not come to compute step {at[0]} of "
@@ -76,12 +78,6 @@ class Meeting:
     def _place(self, rank: int) -> str:
         return f"{self._prefix}/rank/{rank}"
 
-    def _log_absent(self, key: str) -> None:
-        _log.warning(
-            "fanin: rank %d waits for %s to compute %s, %.0f s more at most",
-            *(self._rank, ranks_text(self._absent(key)), self._publication, _WAIT - QUIET),
-        )
-
     def _absent(self, key: str) -> list[int]:
         come = (peek(self._store, self._place(rank)).decode() for rank in range(self._size))
         return [rank for rank, at in enumerate(come) if at != key] or [self._rank]
@@ -92,17 +88,5 @@ class Meeting:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
                 self._store.delete_key(key)
 
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._error(
-                f"torch.distributed's store does not answer: {error}",
-                "see why the process that keeps the store (MASTER_ADDR, mostly rank 0) has ended or"
-                " stands still",
-                None,
-            ) from error
-
-    def _error(self, message: str, remedy: str, rank: int | None) -> StateError:
+    def _error(self, message: str, remedy: str, rank: int) -> StateError:
         return StateError.make(message, remedy, key=self._publication, rank=rank)

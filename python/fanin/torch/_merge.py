@@ -32,7 +32,7 @@ from fanin.torch._fused import (
     planned,
 )
 from fanin.torch._packed4 import unpack4
-from fanin.torch._state import State, refuse_kind
+from fanin.torch._state import State, part_now, refuse_kind
 from fanin.torch._transform import Batch, Cut, Parted, Transform, Values, parted, parts_of
 from fanin.torch._tree import Item, root_of
 
@@ -546,10 +546,7 @@ class Stored:
     def now(self) -> list[Any]:
         """Views of the tensor that is there now. For callers under torch.no_grad()."""
         tensor = self.place.now()
-        spec = getattr(tensor, "_spec", None)
-        local = tensor if spec is None else tensor._local_tensor
-        if spec is not None and hasattr(local, "trigger_wait"):  # a collective is still under way
-            local = local.trigger_wait()
+        spec, local = getattr(tensor, "_spec", None), part_now(tensor)
         seen = local.shape, local.stride(), local.storage_offset()
         if self._seen != (spec, seen):
             views = [view for _, view in _views(self._name, tensor, self._cut)]

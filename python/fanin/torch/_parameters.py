@@ -20,7 +20,7 @@ from fanin._cover import Part
 from fanin._dtypes import torch_dtype
 from fanin._tensors import Box, Shard
 from fanin.errors import RequestError, StateError
-from fanin.torch._blocks import Order, Split, layout, normal_index, place, slice_boxes
+from fanin.torch._blocks import layout, normal_index, place, slice_boxes
 from fanin.torch._fsdp import UNSHARDED, is_unsharded
 from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
 from fanin.torch._quantized import Derived, Quantizer, Source
@@ -30,10 +30,13 @@ from fanin.torch._state import (
     Layout,
     Lies,
     State,
+    blocks_of,
     is_registered,
     is_same,
     layout_of,
     local_of,
+    order_of,
+    part_now,
     refuse_kind,
     registered,
     view_of,
@@ -530,11 +533,7 @@ class Parameters:
                 UNSHARDED,
                 key=item.name,
             )
-        local = param
-        if spec is not None:
-            local = param._local_tensor
-            if hasattr(local, "trigger_wait"):  # the result of a collective still under way
-                local = local.trigger_wait()
+        local = part_now(param)
         values = values_of(item, self.transform, param)
         if values is None:
             refuse_kind(item, local)
@@ -592,16 +591,10 @@ class Parameters:
             return boxes_of(state)
         if state.spec is None:
             blocks = layout(state.shape, (), (), (), state.local_shape)
+            assert blocks is not None
         else:
-            blocks = layout(state.shape, *self._layout(item, state))
-        if blocks is None:
-            raise RequestError.make(
-                f"the local tensor of '{item.path}' has shape {list(state.local_shape)}, which "
-                f"placements {state.spec.placements} on mesh {list(state.spec.mesh.shape)} do not "
-                f"give for {list(state.shape)}",
-                "make the parameter by fully_shard or distribute_tensor",
-                key=item.name,
-            )
+            told = self._layout(item, state.spec)
+            blocks = blocks_of(item, state.spec, told, state.shape, state.local_shape)
         return place(blocks, state.stride, state.pointer)
 
     def _shards(self, item: Item, state: State, name: str | None = None) -> list[Shard]:
@@ -627,19 +620,8 @@ class Parameters:
             for key, whole in shapes.items()
         ]
 
-    def _layout(
-        self, item: Item, state: State
-    ) -> tuple[
-        tuple[Split | None, ...],
-        tuple[int, ...],
-        tuple[int, ...] | None,
-        tuple[int, ...],
-        Order | None,
-    ]:
-        spec = state.spec
-        order = getattr(spec, "shard_order", None)
-        key = (spec.mesh, spec.placements, order)
-        known = self._layouts.get(key)
-        if known is None:
-            known = self._layouts[key] = layout_of(item, spec, order)
-        return known.splits, known.mesh_shape, known.coordinate, state.local_shape, known.order
+    def _layout(self, item: Item, spec: Any) -> Layout:
+        key = (spec.mesh, spec.placements, order_of(spec))
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(item, spec)
+        return self._layouts[key]

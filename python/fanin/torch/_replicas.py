@@ -140,18 +140,9 @@ class Mailbox:
                 self.judge(verdict)
             return self.verdict(word)
 
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> contextlib.AbstractContextManager[None]:
         """StateError: the store does not answer."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise StateError.make(
-                f"torch.distributed's store does not answer: {error}. The ranks must "
-                f"{self._purpose}, and compare through it what they hold",
-                "see why the process that keeps the store (MASTER_ADDR, mostly rank 0) has ended or"
-                " stands still",
-            ) from error
+        return answering(self._purpose)
 
     def leave(self, text: bytes, at: At) -> str:
         """Tells this rank's part; returns the word under which the verdict will come."""
@@ -245,11 +236,32 @@ class Mailbox:
         return at >= self._at
 
     def _log_absent(self, ranks: Sequence[int]) -> None:
-        if absent := [rank for rank in ranks if not self._peek(self._part(rank))]:
-            _log.warning(
-                "fanin: rank %d waits for %s to %s, %.0f s more at most",
-                *(self._rank, ranks_text(absent), self._purpose, _WAIT - QUIET),
-            )
+        absent = [rank for rank in ranks if not self._peek(self._part(rank))]
+        log_absent(self._rank, absent, self._purpose)
+
+
+@contextlib.contextmanager
+def answering(purpose: str, key: str = "") -> Iterator[None]:
+    """StateError: the store does not answer. purpose: what the ranks are to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StateError.make(
+            f"torch.distributed's store does not answer: {error}. The ranks must {purpose}, and "
+            "tell each other through it that they do",
+            "see why the process that keeps the store (MASTER_ADDR, mostly rank 0) has ended or"
+            " stands still",
+            key=key,
+        ) from error
+
+
+def log_absent(rank: int, absent: Sequence[int], purpose: str) -> None:
+    """Says in the log for whom *rank* waits."""
+    if absent:
+        _log.warning(
+            "fanin: rank %d waits for %s to %s, %.0f s more at most",
+            *(rank, ranks_text(absent), purpose, _WAIT - QUIET),
+        )
 
 
 def peek(store: Any, key: str) -> bytes:

@@ -11,7 +11,7 @@ import torch
 
 from fanin._tensors import Box
 from fanin.errors import RequestError
-from fanin.torch._blocks import Order, Split
+from fanin.torch._blocks import Block, Order, Split, layout
 from fanin.torch._names import Slice
 from fanin.torch._tree import Item
 
@@ -124,7 +124,8 @@ class Columns:
         )
 
 
-def layout_of(item: Item, spec: Any, order: Any) -> Layout:
+def layout_of(item: Item, spec: Any) -> Layout:
+    """RequestError: a placement of a kind that has no such layout."""
     splits: list[Split | None] = []
     for placement in spec.placements:
         kind = type(placement).__name__
@@ -147,7 +148,7 @@ def layout_of(item: Item, spec: Any, order: Any) -> Layout:
                 "redistribute the parameter to Replicate() or Shard(dim)",
                 key=item.name,
             )
-    coordinate = spec.mesh.get_coordinate()
+    coordinate, order = spec.mesh.get_coordinate(), order_of(spec)
     return Layout(
         tuple(splits),
         tuple(spec.mesh.shape),
@@ -156,6 +157,34 @@ def layout_of(item: Item, spec: Any, order: Any) -> Layout:
         if order is None
         else tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order),
     )
+
+
+def order_of(spec: Any) -> Any:
+    """In which order the mesh's dimensions split; None: this PyTorch does not say."""
+    return getattr(spec, "shard_order", None)
+
+
+def blocks_of(
+    item: Item, spec: Any, told: Layout, shape: tuple[int, ...], local_shape: tuple[int, ...]
+) -> tuple[Block, ...]:
+    """What of a tensor of *shape* lies in its local one. RequestError: the layout does not say."""
+    blocks = layout(shape, *told[:3], local_shape, told.order)
+    if blocks is None:
+        raise RequestError.make(
+            f"the local tensor of '{item.path}' has shape {list(local_shape)}, which placements "
+            f"{spec.placements} on mesh {list(told.mesh_shape)} do not give for {list(shape)}",
+            "make the parameter by fully_shard or distribute_tensor",
+            key=item.name,
+        )
+    return blocks
+
+
+def part_now(tensor: Any) -> Any:
+    """The tensor that has this rank's part of *tensor* now: of a plain one that itself."""
+    if getattr(tensor, "_spec", None) is None:
+        return tensor
+    local = tensor._local_tensor  # maybe the result of a collective that is still under way
+    return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
 def local_of(state: State) -> Any:

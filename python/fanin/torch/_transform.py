@@ -21,9 +21,8 @@ import torch
 from fanin._cover import Part
 from fanin._tensors import Box
 from fanin.errors import RequestError
-from fanin.torch._blocks import layout
 from fanin.torch._names import Slice
-from fanin.torch._state import State, layout_of, view_of
+from fanin.torch._state import State, blocks_of, layout_of, part_now, view_of
 from fanin.torch._tree import Item
 
 ALIGNMENT = 256
@@ -203,15 +202,6 @@ class Cut(NamedTuple):
         return out
 
 
-class _Local(NamedTuple):
-    """A part of a tensor that this rank holds."""
-
-    offset: tuple[int, ...]
-    """In the whole tensor."""
-    values: Any
-    """The part, as a view of the local tensor."""
-
-
 def parts_of(tensor: Any, name: str = "tensor") -> list[tuple[tuple[int, ...], Any]]:
     """The parts of *tensor* that this rank holds: of each its offset and a view of its values.
 
@@ -228,31 +218,15 @@ def parts_of(tensor: Any, name: str = "tensor") -> list[tuple[tuple[int, ...], A
     """
     spec = getattr(tensor, "_spec", None)
     if spec is None:
-        return [_Local((0,) * tensor.dim(), tensor.detach())]
-    local = tensor._local_tensor
-    if hasattr(local, "trigger_wait"):
-        local = local.trigger_wait()
-    told = layout_of(Item(name, name, None, name), spec, getattr(spec, "shard_order", None))
-    blocks = layout(
-        tuple(tensor.shape),
-        told.splits,
-        told.mesh_shape,
-        told.coordinate,
-        tuple(local.shape),
-        told.order,
-    )
-    if blocks is None:
-        raise RequestError.make(
-            f"'{name}' has a local tensor of shape {list(local.shape)}, which its placements "
-            f"{spec.placements} do not give for {list(tensor.shape)}",
-            "make the parameter by fully_shard or distribute_tensor",
-            key=name,
-        )
+        return [((0,) * tensor.dim(), tensor.detach())]
+    item, local = Item(name, name, None, name), part_now(tensor)
+    shapes = tuple(tensor.shape), tuple(local.shape)
+    blocks = blocks_of(item, spec, layout_of(item, spec), *shapes)
     local = local.detach()
     out: list[tuple[tuple[int, ...], Any]] = []
     for block in blocks:
         index = tuple(slice(at, at + n) for at, n in zip(block.local, block.extent, strict=True))
-        out.append(_Local(block.offset, local[index]))
+        out.append((block.offset, local[index]))
     return out
 
 

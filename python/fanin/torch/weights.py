@@ -155,13 +155,13 @@ class Answer(NamedTuple):
     metadata: dict[str, str]
     token: str
     kept: frozenset[str]
-    contract: str | None
+    contract: str | None = None
     """Of the rounding to fp8, None: there is none."""
-    unfit: frozenset[str]
+    unfit: frozenset[str] = frozenset()
     """Of ``skip_modules``, what fits no module of this rank's."""
-    cuda: bool
+    cuda: bool = False
     """It holds some on a CUDA device."""
-    computes: bool
+    computes: bool = False
     """By ``merge=`` or ``transform=``."""
 
 
@@ -351,17 +351,7 @@ class WeightServer(Publisher):
         self._tables[source.publication] = table
 
     def remove_run(self, run: Run) -> None:
-        """Takes a run's weights back: on return nobody reads its memory any more.
-
-        Call it on every rank. Blocks until the run's readers are done, at most ``lease`` seconds. A
-        run that is added under the same name must go on above the last step.
-
-        Args:
-            run: the run to remove.
-
-        Raises:
-            NotFoundError: no such run.
-        """
+        """As :meth:`Publisher.remove_run`; call it on every rank."""
         super().remove_run(run)
         self._tables.pop(full_publication(run), None)
         self._replicas.pop(full_publication(run), None)
@@ -384,9 +374,7 @@ class WeightServer(Publisher):
         ranks.refuse_gone(error)
         told, text = compress(table)
         quantizer = None if parameters is None else parameters.quantizer
-        mine = Answer(
-            error, told, metadata, secrets.token_hex(8), kept, None, frozenset(), False, False
-        )
+        mine = Answer(error, told, metadata, secrets.token_hex(8), kept)
         if parameters is not None:
             mine = mine._replace(computes=parameters.transform is not None)
         if parameters is not None and quantizer is not None:
