@@ -40,6 +40,7 @@ METHOD = "fanin_check_weights"
 _DIGESTS = "fanin_served_digests"
 _MAX_ANSWER = 1 << 28
 _START = "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more"
+_SAME = "run the same version of fanin where the engine runs and here"
 _PATIENCE = 60.0  # seconds, in which ranks digest what they hold
 _LOOK = 10.0  # seconds for what an engine that lives answers at once
 _SHORT, _PAUSE = 1.0, 0.02
@@ -212,7 +213,10 @@ def _adapter_served(
     step, ranks = trained(trainer, run, timeout, client)
     body = {"run": str(run), "step": step}
     left = max(deadline - time.monotonic(), _SHORT)
-    for name, answers in _ask(engine, "/nixl/served", body, left, api_key)["adapters"].items():
+    found = _ask(engine, "/nixl/served", body, left, api_key).get("adapters")
+    if not (isinstance(found, dict) and found and all(map(_is_list, found.values()))):
+        raise PeerError.make(f"{engine} tells of no adapter: {found!r:.200}", _SAME, address=engine)
+    for name, answers in found.items():
         try:
             report = compared(step, ranks, answers, len(answers))
         except HostError as error:
@@ -275,15 +279,13 @@ def _refuse_unread(answers: list[dict[str, Any]], dims: dict[str, int]) -> None:
     """PeerError: what a worker has told has another form than a worker's digests. dims: of what is
     trained, by name."""
     for number, one in enumerate(answers):
-        lists = [one.get(name, ()) for name in ("different", "unseen", "kept")]
-        lists += [one.get(name) for name in ("unused", "untold")]
+        said = one if isinstance(one, dict) else {}
+        lists = [said.get(name, ()) for name in ("different", "unseen", "kept")]
+        lists += [said.get(name) for name in ("unused", "untold")]
         names = all(_is_list(told) and all(map(_is_text, told)) for told in lists)
-        held: Any = one.get("held")
+        held: Any = said.get("held")
         if not (names and _is_list(held) and all(_is_held(box, dims) for box in held)):
-            raise PeerError.make(
-                f"the digests of worker {number} cannot be read",
-                "run the same version of fanin where the engine runs and here",
-            )
+            raise PeerError.make(f"the digests of worker {number} cannot be read", _SAME)
 
 
 def _is_list(told: Any) -> bool:

@@ -175,6 +175,14 @@ def test_adapters_are_asked_of_the_plugin(engine: str, monkeypatch: pytest.Monke
     assert (report.step, report.tensors, report.workers) == (3, 1, 1)
     with pytest.raises(HostError, match=r"a-run0-step3: 1 tensors .* held by nobody"):
         served([["w", [0], [1], {"F16*2": 5}]])
+    for told in ({}, {"adapters": {}}, {"adapters": {"a": 1}}, {"adapters": [1]}):
+        monkeypatch.setitem(ANSWERS, "/nixl/served", told)
+        with pytest.raises(PeerError, match="tells of no adapter") as other:
+            fanin.check.served(engine, "127.0.0.1:1", "lora:0")
+        assert "the same version" in other.value.remedy
+    monkeypatch.setitem(ANSWERS, "/nixl/served", {"adapters": {"a-run0-step3": ["later"]}})
+    with pytest.raises(PeerError, match="worker 0 cannot be read"):
+        fanin.check.served(engine, "127.0.0.1:1", "lora:0")
     refusal = {"error": {"message": "no adapter of step 3", "remedy": "load that step"}}
     monkeypatch.setitem(ANSWERS, "/nixl/served", refusal)
     monkeypatch.setitem(REFUSED, "/nixl/served", 404)
