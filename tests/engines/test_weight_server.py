@@ -16,7 +16,7 @@ import torch
 from families import FAMILIES
 from fanin.errors import NotFoundError, RequestError, StateError, SupersededError
 from fanin.info import read_info
-from fanin.torch import AdapterServer, Slice, WeightServer, _proof, _world, chain
+from fanin.torch import AdapterServer, Slice, WeightServer, _proof, _world, chain, slot
 from fanin.torch.names import checkpoint, vocabulary
 from full_models import config_of, random_model
 from models import same_tensors
@@ -320,6 +320,8 @@ def test_calls_that_are_wrong(tmp_path):
         ({"cast": {"*": "F16"}}, "without snapshot"),
         ({"cast": {"a": "F16", "*": "BF16"}, "snapshot": True}, "cast names BF16 and F16"),
         ({"cast": {"*": None}, "snapshot": True}, "cast names no dtype"),
+        ({"cast": "BF17", "snapshot": True}, "cast is 'BF17'; remedy: give \"BF16\" or"),
+        ({"cast": torch.int8, "snapshot": True}, "cast is torch.int8; remedy"),
         ({"run": "lora:0"}, "'lora:0' is an adapter's publication"),
         ({"run": "a/b"}, "is no run"),
         ({"merge": "default"}, "merge is 'default'"),
@@ -329,6 +331,7 @@ def test_calls_that_are_wrong(tmp_path):
         ({"names": lambda name, shape: 3}, r"names\(\) returned 3 for"),
         ({"names": lambda name, shape: Slice(name, (9,))}, "1 indices for a tensor of 0"),
         ({"names": lambda name, shape: "x"}, "and again of"),
+        ({"names": slot(99)}, r"names\(\) slices '.*no slot 99"),
         ({"names": lambda name, shape: [Slice("x"), Slice("x")]}, "several parts of one tensor"),
         ({"names": lambda name, shape: Slice(name, (), (0,), (99,))}, "do not lie inside"),
         ({"names": lambda name, shape: None}, "no rank has a tensor to publish"),

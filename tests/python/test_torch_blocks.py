@@ -355,8 +355,9 @@ def test_renamed_and_slot():
     assert keys(slot(2), "k", (4, 8, 3)) == [("k", (2,))]
     assert keys(slot(1, dim=1, size=8), "k", (5, 16)) == [("k", (slice(None), slice(8, 16)))]
     assert keys(slot(2, pattern="lora"), "bias", (4,)) == [("bias", ())]
-    with pytest.raises(ValueError, match="no slot 2"):
-        slot(2, size=8)("k", (16, 3))
+    for choose in (slot(2, size=8), slot(-1, size=8), slot(-1), slot(16), slot(0, dim=2)):
+        with pytest.raises(ValueError, match="no slot"):
+            choose("k", (16, 3))
 
 
 def test_chain_slices_slices():

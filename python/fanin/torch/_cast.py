@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import translate
 
+from fanin._dtypes import NARROWED, torch_dtype
 from fanin._quantization import SCALES, WEIGHT
 from fanin._tensors import Shard
 from fanin.errors import RequestError, first_of
@@ -24,12 +25,21 @@ _SCALES = tuple(WEIGHT + end for end in SCALES)
 _log = logging.getLogger("fanin.torch")
 
 
+def _named(dtype: object) -> str:
+    """safetensors' name of what snapshots can be converted to. RequestError: it is none."""
+    name = torch_dtype(dtype) or str(dtype).upper()
+    if name not in NARROWED:
+        raise RequestError.make(f"cast is {dtype!r}", 'give "BF16" or "F16"', key="cast")
+    return name
+
+
 class Casting:
     """What ``cast=`` says."""
 
     def __init__(self, cast: Cast | None, snapshot: bool) -> None:
         """RequestError: it makes no sense."""
-        told = {"*": cast} if isinstance(cast, str) or cast is None else dict(cast)
+        given = dict(cast) if isinstance(cast, Mapping) else {"*": cast}
+        told = {one: None if dtype is None else _named(dtype) for one, dtype in given.items()}
         dtypes = sorted({dtype for dtype in told.values() if dtype is not None})
         if len(dtypes) > 1 or (cast is not None and not dtypes):
             raise RequestError.make(

@@ -238,10 +238,9 @@ def slot(index: int, *, dim: int = 0, size: int | None = None, pattern: str = ""
     def choose(name: str, shape: tuple[int, ...]) -> Published:
         if not re.search(pattern, name):
             return name
-        if size is not None and shape[dim] < (index + 1) * size:
-            raise ValueError(
-                f"{name} has {shape[dim]} elements in dimension {dim}, no slot {index}"
-            )
+        extent = shape[dim] if 0 <= dim < len(shape) else 0
+        if not 0 <= index or extent < (index + 1) * (size or 1):
+            raise ValueError(f"{name} has {extent} elements in dimension {dim}, no slot {index}")
         return Slice(name, (slice(None),) * dim + (at,))
 
     return choose

@@ -570,19 +570,19 @@ class Parameters:
     def _slices(self, item: Item, shape: tuple[int, ...]) -> tuple[Slice, ...]:
         if self._names is None:
             return (Slice(item.name),)
-        slices = slices_of(self._names, item.name, shape)
         shapes: dict[str, tuple[int, ...]] = {}
-        for part in slices:
-            try:
-                whole = published_shape(part, shape)
-                if part.key in shapes and (part.shape is None or whole != shapes[part.key]):
+        key = item.name
+        try:
+            slices = slices_of(self._names, item.name, shape)
+            for part in slices:
+                key, whole = part.key, published_shape(part, shape)
+                if key in shapes and (part.shape is None or whole != shapes[key]):
                     raise ValueError("several parts of one tensor need its shape, the same in all")
-                shapes[part.key] = whole
-            except ValueError as error:
-                raise RequestError.make(
-                    f"names() slices '{item.name}' of shape {list(shape)} as '{part.key}': {error}",
-                    key=part.key,
-                ) from None
+                shapes[key] = whole
+        except ValueError as error:
+            raise RequestError.make(
+                f"names() slices '{item.name}' of shape {list(shape)} as '{key}': {error}", key=key
+            ) from None
         return slices
 
     def _boxes(self, item: Item, state: State) -> tuple[Box, ...]:
