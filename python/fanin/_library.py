@@ -209,7 +209,7 @@ def dtype_code(name: object, what: str) -> int:
 def world_id_bytes(value: bytes | str) -> bytes:
     """The 16 bytes, not all zero, of a world id: as such or in hexadecimal digits."""
     try:
-        raw = bytes.fromhex(value) if isinstance(value, str) else bytes(value)
+        raw = bytes.fromhex(value) if isinstance(value, str) else memoryview(value).tobytes()
     except (TypeError, ValueError):
         raw = b""
     if len(raw) != _ffi.WORLD_ID_SIZE:

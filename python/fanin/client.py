@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 def _path(directory: str | os.PathLike[str]) -> bytes:
     try:
         path = os.fsencode(directory)
-    except TypeError:
+    except (TypeError, UnicodeError):
         raise RequestError.make(f"the directory is {directory!r}, not a path") from None
     if b"\0" in path:
         raise RequestError.make(f"the directory {directory!r} contains a NUL character")

@@ -73,6 +73,11 @@ def c_stream(stream: Stream | None) -> _ffi.Stream:
     """For the library, to which 0 means that there is no stream."""
     if stream is None:
         return _ffi.Stream(None, 0)
+    if not isinstance(stream, tuple) or len(stream) != 2:
+        raise RequestError.make(
+            f"the stream is {stream!r}",
+            "give fanin.Stream(s.cuda_stream, s.device_index) of a torch.cuda.Stream s",
+        )
     return _ffi.Stream(integer(stream[0], "the stream", 64) or 1, integer(stream[1], "device", 31))
 
 

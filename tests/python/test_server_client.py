@@ -163,7 +163,7 @@ def test_a_directory_that_cannot_be_made_is_the_hosts_fault(
     with pytest.raises(fanin.HostError) as caught:
         client.pull_adapter(0, tmp_path / "file" / "adapter")
     assert caught.value.sys_errno != 0
-    for wrong in (None, 7, "a\0b"):
+    for wrong in (None, 7, "a\0b", "\ud800"):
         with pytest.raises(fanin.RequestError, match="directory"):
             client.pull_adapter(0, wrong)  # type: ignore[arg-type]
 
@@ -562,6 +562,7 @@ def test_client_arguments(options: dict[str, object], said: str) -> None:
         ({"rank": -1}, "rank"),
         ({"world_id": b"\0" * 16}, "world id"),
         ({"world_id": "not hex"}, "world id"),
+        ({"world_id": 1 << 70}, "world id"),
         ({"base_port": 65536}, "base_port"),
         ({"bind": "localhost"}, "numeric"),
         ({"bind": "0.0.0.0", "open": True, "allow": "10.0.0.0/8"}, "wildcard"),
@@ -626,6 +627,8 @@ def test_calls_of_a_server_that_are_refused() -> None:
             server.commit("lora:0", "6")  # type: ignore[arg-type]
         with pytest.raises(fanin.FaninError):
             server.commit("lora:0", 6, stream=fanin.Stream(0, 0))  # no CUDA here
+        with pytest.raises(fanin.RequestError, match='the stream is "torch.*s.cuda_stream'):
+            server.commit("lora:0", 6, stream="torch's")  # type: ignore[arg-type]
         server.commit("lora:0", 6)
         with pytest.raises(fanin.StateError):
             server.commit("lora:0", 7)
