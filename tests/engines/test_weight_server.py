@@ -322,6 +322,8 @@ def test_calls_that_are_wrong(tmp_path):
         ({"cast": {"*": None}, "snapshot": True}, "cast names no dtype"),
         ({"cast": "BF17", "snapshot": True}, "cast is 'BF17'; remedy: give \"BF16\" or"),
         ({"cast": torch.int8, "snapshot": True}, "cast is torch.int8; remedy"),
+        ({"allow": ["10.0.0.0/8"]}, r"allow is \['10.0.0.0/8'\].*networks with commas"),
+        ({"base_port": "6000"}, "base_port is '6000'.*give a port"),
         ({"run": "lora:0"}, "'lora:0' is an adapter's publication"),
         ({"run": "a/b"}, "is no run"),
         ({"merge": "default"}, "merge is 'default'"),

@@ -228,6 +228,10 @@ def choose_addresses(
     Without anything given a world of one host listens on 127.0.0.1. RequestError: several hosts
     and no allow-list, or an address that other hosts cannot reach.
     """
+    for key, given in (("bind", bind), ("advertise", advertise), ("allow", allow)):
+        if given is not None and not isinstance(given, str):
+            remedy = 'give a text: "10.0.0.1"; of allow: networks with commas, "10.0.0.0/8"'
+            raise RequestError.make(f"{key} is {given!r}", remedy, key=key)
     hosts = sorted({item.hostname for item in reports})
     several = len({item.network for item in reports}) > 1
     listed = ", ".join(hosts)
@@ -276,8 +280,8 @@ def base_port_for(reports: Sequence[Report], rank: int, base_port: int, port_by:
     """
     if port_by not in ("global", "local"):
         raise RequestError.make(f"port_by is {port_by!r}", "give 'global' or 'local'")
-    if not 0 <= base_port <= MAX_PORT:
-        raise RequestError.make(f"base_port is {base_port}", "give a port, or 0 for any")
+    if not isinstance(base_port, int) or not 0 <= base_port <= MAX_PORT:
+        raise RequestError.make(f"base_port is {base_port!r}", "give a port, or 0 for any")
     if base_port == 0:
         return 0
     if port_by == "global":
