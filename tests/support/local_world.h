@@ -74,7 +74,8 @@ void world_commit(world *w, uint64_t step);
 /** Writes one rank's shards as of @p step, without any protocol. */
 void world_write(world *w, size_t rank, uint64_t step);
 
-/** The byte at @p offset of a tensor's row-major bytes at @p step. */
+/** A tensor's row-major bytes at @p step, which the caller frees; and the one at @p offset. */
+uint8_t *world_whole(const world *w, size_t tensor, uint64_t step);
 uint8_t world_byte(const world *w, size_t tensor, uint64_t step, uint64_t offset);
 uint64_t world_bytes(const world_tensor *t);
 /** Fails the test unless @p bytes are the tensor at @p step. */
