@@ -236,9 +236,14 @@ def _serving(options: RelayOptions) -> ServerOptions:
         raise RequestError.make(f"network is {options.network!r}", f"give {error}") from None
     own = route_address([split_address(address)[0] for address in options.addresses or ()])
     within = [ipaddress.ip_network(one) for one in allowed.split(",")]
-    if own is None or not any(ipaddress.ip_address(own) in one for one in within):
+    if own is None:
         raise RequestError.make(
-            f"this host's address on the way to the trainer is {own or '127.0.0.1'}, "
+            "the trainer is reached by this host's loopback, where no other host reaches this one",
+            "leave out network, or give the trainer's address in a network",
+        )
+    if not any(ipaddress.ip_address(own) in one for one in within):
+        raise RequestError.make(
+            f"this host's address on the way to the trainer is {own}, "
             f"which is not in the network {allowed}",
             "name the network of the fleet's hosts",
         )

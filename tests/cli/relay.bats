@@ -151,6 +151,8 @@ END
     has "does not publish full:1"
     run -11 "$NIXL_FETCH" relay "$info" full:0 --network 192.0.2.0/24
     has "this host's loopback, where no other host reaches this one: leave out --network"
+    run -11 "$NIXL_FETCH" relay "$info" full:0 --network 10.0.0.0/8,10.1.2.3/8
+    has '"10.1.2.3/8" is no network of an allow-list: write networks as'
     run -11 "$NIXL_FETCH" relay "$info" full:0 --place a/b/c
     has "place 'a/b/c' is no place"
     FANIN_PLACE=a/ run -11 "$NIXL_FETCH" relay "$info" full:0

@@ -178,10 +178,13 @@ def test_readers_of_this_host_are_waited_for_as_long_as_is_said() -> None:
     assert fanin.relay._serving(options).lease == 0.0
 
 
-def test_what_cannot_be(trainer: Trainer) -> None:
+def test_what_cannot_be(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(fanin.RequestError, match="addresses"):
         fanin.Relay([])
-    with pytest.raises(fanin.RequestError, match="not in the network"):
+    with pytest.raises(fanin.RequestError, match="loopback, where no other host reaches this one"):
+        fanin.Relay(trainer.addresses, network="127.0.0.0/8")
+    monkeypatch.setattr("fanin.relay.route_address", lambda _: "192.0.2.7")
+    with pytest.raises(fanin.RequestError, match="is 192.0.2.7, which is not in the network"):
         fanin.Relay(trainer.addresses, network="10.0.0.0/8")
     with pytest.raises(fanin.RequestError, match="network"):
         fanin.Relay(trainer.addresses, network="everywhere")

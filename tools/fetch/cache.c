@@ -50,11 +50,16 @@ static fanin_status route_within(const target *t, const char *networks,
                                  char out[ROUTE_ADDRESS], fanin_error *error)
 {
     socket_address own;
-    network *list = NULL;
-    size_t count = 0;
+    network *list;
+    size_t count;
     bool found = false;
+    fanin_status status = networks_parse(networks, &list, &count, error);
+    if (status != FANIN_OK)
+        return status;
     for (uint32_t i = 0; i < t->count && !found; i++)
         found = find_on_way(t->addresses[i], &own);
+    bool within = found && networks_contain(list, count, &own);
+    free(list);
     if (!found || getnameinfo((struct sockaddr *)&own.storage, own.length, out,
                               ROUTE_ADDRESS, NULL, 0, NI_NUMERICHOST) != 0)
         return failure_set(error, FANIN_ERR_ARGUMENT,
@@ -63,9 +68,6 @@ static fanin_status route_within(const target *t, const char *networks,
                            "the trainer is reached by this host's loopback, where no "
                            "other host reaches this one");
     out[strcspn(out, "%")] = '\0'; /* without a zone */
-    bool within = networks_parse(networks, &list, &count, NULL) == FANIN_OK &&
-                  networks_contain(list, count, &own);
-    free(list);
     return within ? FANIN_OK
                   : failure_set(error, FANIN_ERR_ARGUMENT,
                                 "name the network of the fleet's hosts",
