@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from os import environ
 from typing import Any, NoReturn
 
 from fanin import _counters
@@ -119,8 +118,7 @@ def page(publication: str, status: dict[str, Any]) -> str:
 
 def _status(command: list[str]) -> dict[str, Any]:
     """What *command* says, or why it says nothing; it ends by itself (``--timeout``)."""
-    defaults = {"NIXL_FETCH_TIMEOUT": "2s"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, env={**defaults, **environ})
+    done = subprocess.run(command, stdout=subprocess.PIPE)
     try:
         told: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -146,23 +144,22 @@ def _refuse(code: int, why: str) -> NoReturn:
     sys.exit(code)
 
 
-def main(address: str, publication: str, program: str, *words: str) -> None:
+def main(as_json: bool, address: str, publication: str, *command: str) -> None:
     """Answers scrapers at *address* until SIGINT or SIGTERM.
 
     Args:
+        as_json: how it says where it listens.
         address: "127.0.0.1:9470".
-        publication: that *words* name.
-        program: nixl-fetch.
-        words: of its ``status``.
+        publication: that *command* is about.
+        command: ``nixl-fetch status --json``, with all its words.
     """
     ends = {signal.SIGINT, signal.SIGTERM}
     # A handler may come at any line, and block on a lock that the line holds. Commands that this
     # process starts do not hear these signals either; they end by themselves.
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    command = [program, "status", *words, "--json"]
-    told = _listen(lambda: page(publication, _status(command)), address)
+    told = _listen(lambda: page(publication, _status(list(command))), address)
     port = told.address.rpartition(":")[2]
-    if "--json" in words:
+    if as_json:
         body = {"schema": 1, "listening": address, "port": int(port)}
         print(json.dumps(body, separators=(",", ":")), flush=True)
     else:

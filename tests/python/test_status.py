@@ -451,11 +451,34 @@ def test_top_without_a_terminal(ranks: list[fanin.Server], target: str) -> None:
     assert [kinds(look) for look in looks] == [[("paused", 1)]] * 2
 
 
-def test_top_that_cannot_look_tells_why_on_the_terminal_as_it_was(target: str) -> None:
-    with top(target, 80, 24, "--tls-cert", "nowhere.pem") as screen:
-        assert screen.end() == 11
+def test_top_that_cannot_look_tells_why(target: str) -> None:
+    words = [nixl_fetch(), "top", target, "--tls-cert", "nowhere.pem"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (11, "")
+    assert "cannot make a client: " in done.stderr
+
+
+def test_top_follows_the_target_file(target: str, tmp_path: Path) -> None:
+    info, ports = (
+        tmp_path / "nixl_info.json",
+        [int(one.rpartition(":")[2]) for one in target.split(",")],
+    )
+    hosts = [
+        {"host": "127.0.0.1", "base_port": port - rank, "ranks": [rank]}
+        for rank, port in enumerate(ports)
+    ]
+    whole = json.dumps({"world_size": 3, "hosts": hosts})
+    info.write_text(whole)
+    with top(str(info), 80, 24, "--interval", "100ms") as screen:
+        screen.until("nothing is wrong")
+        info.write_text("{")
+        screen.until("no status: ")
+        info.write_text(whole)
+        screen.until("nothing is wrong")
+        screen.press(b"q")
+        assert screen.end() == 0
         assert screen.process.stderr is not None
-        assert "cannot make a client: " in screen.process.stderr.read().decode()
+        assert screen.process.stderr.read() == b""  # of the last look
 
 
 def test_top_tells_of_relays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,31 +4,11 @@
 #include "fetch/python.h"
 #include "fetch/session.h"
 
-#include <stdlib.h>
-
 typedef struct bundler {
     char *out;
     char **logs;
     int no_pull;
 } bundler;
-
-/* The options of a table as they were given, for another command line. */
-static void add_options(python *p, const struct poptOption *table)
-{
-    char *word = NULL;
-    for (; table->longName != NULL; table++) {
-        unsigned kind = table->argInfo & POPT_ARG_MASK;
-        int length = 0;
-        if (kind == POPT_ARG_STRING && *(char **)table->arg != NULL)
-            length = asprintf(&word, "--%s=%s", table->longName, *(char **)table->arg);
-        else if (kind == POPT_ARG_NONE && *(int *)table->arg != 0)
-            length = asprintf(&word, "--%s", table->longName);
-        else if (kind == POPT_ARG_INT && *(int *)table->arg != 0)
-            length = asprintf(&word, "--%s=%d", table->longName, *(int *)table->arg);
-        if (length != 0)
-            python_add(p, output_require(length > 0 ? word : NULL));
-    }
-}
 
 /* Wrong words are told here, once, and not by every part. */
 static int bundle(session *s, const invocation *line, void *cookie)
@@ -49,8 +29,7 @@ static int bundle(session *s, const invocation *line, void *cookie)
     python_add(&p, count.s);
     for (size_t i = 0; i < n_logs; i++)
         python_add(&p, b->logs[i]);
-    python_add(&p, s->target_text);
-    add_options(&p, line->connect_part);
+    python_add_target(&p, s, line);
     return python_become(&p);
 }
 

@@ -3,51 +3,31 @@
 #include "fetch/python.h"
 #include "fetch/session.h"
 
-#include <string.h>
-
-typedef struct exporter {
-    char *listen;
-    const char **argv;
-} exporter;
-
-/* The words of the command line for `status`: all but --listen. */
-static void exporter_add_words(python *p, const char **from)
-{
-    while (*from != NULL)
-        if (strcmp(*from, "--listen") == 0)
-            from += 2;
-        else if (strncmp(*from, "--listen=", strlen("--listen=")) == 0)
-            from++;
-        else
-            python_add(p, *from++);
-}
-
 static int serve(session *s, const invocation *line, void *cookie)
 {
-    const exporter *e = cookie;
+    char *const *listen = cookie;
     python p;
     int code = session_need_run(s);
     if (code != 0)
         return code;
     python_start(&p, s->command, &line->common);
-    python_add(&p, e->listen != NULL ? e->listen : "127.0.0.1:9470");
+    python_add(&p, *listen != NULL ? *listen : "127.0.0.1:9470");
     python_add(&p, s->publication);
-    python_add_self(&p);
-    exporter_add_words(&p, e->argv + 1);
+    python_add_looks(&p, s, line);
     return python_become(&p);
 }
 
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 2000};
-    exporter e = {.argv = argv};
+    char *listen = NULL;
     struct poptOption table[] = {
-        {"listen", 0, POPT_ARG_STRING, &e.listen, 0,
+        {"listen", 0, POPT_ARG_STRING, &listen, 0,
          "where scrapers ask (127.0.0.1:9470)", "ADDRESS:PORT"},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, serve, &e);
+    return session_run(self, argc, argv, &line, table, 0, serve, &listen);
 }
 
 static const char help[] =

@@ -372,7 +372,11 @@ json_t *look_json(const session *s, const look *l, const problems *p)
                                 json_boolean(p->list[i].status != FANIN_OK), "text",
                                 output_string(p->list[i].text), "remedy",
                                 output_string(p->list[i].remedy), NULL));
-    return output_object("publication", output_string(s->publication), "healthy",
-                         json_boolean(problems_verdict(p) == FANIN_OK), "step",
-                         output_u64(l->newest), "problems", list, "ranks", ranks, NULL);
+    char *summary = look_summary(s, l, p);
+    json_t *told = output_object(
+        "publication", output_string(s->publication), "summary", output_string(summary),
+        "healthy", json_boolean(problems_verdict(p) == FANIN_OK), "step",
+        output_u64(l->newest), "problems", list, "ranks", ranks, NULL);
+    free(summary);
+    return told;
 }

@@ -5,6 +5,8 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -31,6 +33,46 @@ void python_add_self(python *p)
     ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
     path[length > 0 ? length : 0] = '\0';
     python_add(p, path);
+}
+
+static char *format_word(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+static char *format_word(const char *format, ...)
+{
+    char *word = NULL;
+    va_list arguments;
+    va_start(arguments, format);
+    int length = vasprintf(&word, format, arguments);
+    va_end(arguments);
+    return output_require(length >= 0 ? word : NULL);
+}
+
+void python_add_target(python *p, const session *s, const invocation *line)
+{
+    python_add(p, s->target_text);
+    for (const struct poptOption *o = line->connect_part; o->longName != NULL; o++) {
+        unsigned kind = o->argInfo & POPT_ARG_MASK;
+        if (kind == POPT_ARG_STRING && *(char **)o->arg != NULL)
+            python_add(p, format_word("--%s=%s", o->longName, *(char **)o->arg));
+        else if (kind == POPT_ARG_NONE && *(int *)o->arg != 0)
+            python_add(p, format_word("--%s", o->longName));
+        else if (kind == POPT_ARG_INT && *(int *)o->arg != 0)
+            python_add(p, format_word("--%s=%d", o->longName, *(int *)o->arg));
+    }
+}
+
+void python_add_looks(python *p, const session *s, const invocation *line)
+{
+    python_add_self(p);
+    python_add(p, "status");
+    python_add_target(p, s, line);
+    python_add(p, format_word("--run=%s", s->publication));
+    python_add(p, format_word("--timeout=%ums", line->common.timeout_ms));
+    python_add(p, "--json");
+    if (line->common.quiet)
+        python_add(p, "--quiet");
+    if (line->common.verbose)
+        python_add(p, "--verbose");
 }
 
 int python_become(python *p)

@@ -4,7 +4,7 @@
 #ifndef PYTHON_H
 #define PYTHON_H
 
-#include "fetch/options.h"
+#include "fetch/session.h"
 
 /** What "python3 -c" gets. */
 extern const char python_program[];
@@ -22,6 +22,10 @@ void python_start(python *p, const command *self, const common_options *common);
 void python_add(python *p, const char *word);
 /** This program's file, for commands that start others of them. */
 void python_add_self(python *p);
+/** The target's word, and options of its connections, for another command of this program. */
+void python_add_target(python *p, const session *s, const invocation *line);
+/** This program's command line `status --json` for what the session is about. */
+void python_add_looks(python *p, const session *s, const invocation *line);
 
 /** Returns only where it cannot be: the exit status after a message. */
 int python_become(python *p);

@@ -42,7 +42,7 @@ def _end_at_once(failed: Failed, as_json: bool) -> None:
 
 
 def _exporter(as_json: bool, *words: str) -> int:
-    _package("no exporter", "fanin._exporter").main(*words)
+    _package("no exporter", "fanin._exporter").main(as_json, *words)
     return 0
 
 

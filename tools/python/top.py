@@ -12,13 +12,11 @@ import sys
 import tempfile
 import termios
 import time
-from contextlib import suppress
 from itertools import groupby
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from telling import age, duration, plain, size
+from telling import age, duration, plain, print_json, size
 
-_GRACE_S = 5.0  # the program ends by itself
 _PLAIN_COLUMNS = 200
 _BOLD, _RED = "\033[1m", "\033[31m"
 
@@ -78,15 +76,12 @@ class _Screen:
         columns, lines = os.get_terminal_size(1)
         return (columns, lines) if columns and lines else (80, 24)
 
-    def wait(self, seconds: float, looks: _Looks) -> bytes:
-        """What comes first: a key, "resized", also after it was stopped, or "ended".
+    def wait(self, seconds: float) -> bytes:
+        """What comes first: a key, or "resized", also after it was stopped.
 
         b"": the time is over.
         """
-        files: list[Any] = [self.woken, looks, *[0] * self.keys]
-        ready = select.select(files, [], [], max(0.0, seconds))[0]
-        if looks in ready:
-            return b"ended"
+        ready = select.select([self.woken, *[0] * self.keys], [], [], max(0.0, seconds))[0]
         if self.woken in ready:
             if signal.SIGCONT in os.read(self.woken, 4096):
                 self.open()
@@ -164,44 +159,28 @@ class _Rates:
 
 
 class _Looks:
-    """The program, which looks at all ranks for each line that it is given."""
+    """``nixl-fetch status --json``, again and again."""
 
-    def __init__(self, program: str, words: tuple[str, ...], said: IO[bytes] | None) -> None:
-        self._process = subprocess.Popen(
-            [program, "top", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env={**os.environ, "NIXL_FETCH_LOOKS": "1"},
-        )
-        assert self._process.stdin and self._process.stdout
-        self._ask, self._told = self._process.stdin, self._process.stdout
+    def __init__(self, publication: str, words: tuple[str, ...], quiet: bool) -> None:
+        self.publication, self._words = publication, words
+        self.said = tempfile.TemporaryFile() if quiet else None  # a screen has no room for it
+        self.code = 0
 
-    def fileno(self) -> int:
-        """Is ready between looks once the program has ended."""
-        return self._told.fileno()
+    def take(self) -> dict[str, Any]:
+        """What it tells, or its error; {}: it was ended before."""
+        if self.said:
+            self.said.seek(0)
+            self.said.truncate()
+        done = subprocess.run(self._words, stdout=subprocess.PIPE, stderr=self.said)
+        self.code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+        told: dict[str, Any] = json.loads(done.stdout or "{}")
+        return told
 
-    def line(self) -> bytes:
-        """What it tells next; b"": it has ended."""
-        return self._told.readline()
-
-    def take(self) -> bytes:
-        """The first line of a look; b"": it has ended."""
-        with suppress(BrokenPipeError):
-            os.write(self._ask.fileno(), b"\n")
-        return self.line()
-
-    def end(self, now: bool) -> int:
-        """Its exit status."""
-        self._ask.close()
-        if now:
-            self._process.terminate()
-        try:
-            code = self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait(_GRACE_S)
-        return code if code >= 0 else 128 - code
+    def tell(self) -> None:
+        """What the last look said on standard error, if it had no room."""
+        if self.said:
+            self.said.seek(0)
+            sys.stderr.write(self.said.read().decode("utf-8", "replace"))
 
 
 # ----------------------------------------------------------------- a look as lines
@@ -363,29 +342,27 @@ class View:
 class _Top:
     def __init__(self, screen: _Screen, looks: _Looks, as_json: bool, color: bool) -> None:
         self.screen, self.looks, self.as_json, self.color = screen, looks, as_json, color
-        self.rates, self.head = _Rates(), ""
+        self.rates = _Rates()
         self.last: dict[str, Any] = {}
         self.sent: list[_Sent] = []
 
-    def take(self, line: bytes) -> None:
-        """*line*: a look's first."""
+    def take(self, look: dict[str, Any]) -> None:
         if self.as_json:
-            sys.stdout.buffer.write(line)
+            print_json(look, None)
             sys.stdout.flush()
             return
-        told, now = self.looks.line(), time.monotonic()
-        if not told:  # it has ended, which the next look finds
-            return
-        self.head, self.last = line.decode().strip(), json.loads(told)
-        self.sent = [self.rates.of(rank, now) for rank in self.last.get("ranks", [])]
+        self.last, now = look, time.monotonic()
+        self.sent = [self.rates.of(rank, now) for rank in look.get("ranks", [])]
         self.show()
 
     def show(self) -> None:
-        lines = [self.head]
-        if "error" not in self.last:
+        if error := self.last.get("error"):
+            why = ": ".join(filter(None, (error["message"], error["remedy"])))
+            lines = [plain(f"{self.looks.publication}: no status: {why}")]
+        else:
             tail = time.strftime("%H:%M:%S") + ", q ends" * self.screen.drawn
             view = View(*self.screen.size(), self.color and self.screen.drawn)
-            lines = view.fill(f"{self.head}  {tail}", self.last, self.sent)
+            lines = view.fill(f"{self.last['summary']}  {tail}", self.last, self.sent)
         if self.screen.drawn:
             self.screen.draw(lines)
         else:
@@ -394,44 +371,42 @@ class _Top:
     def pause_until(self, due: float) -> bool:
         """False: the user has had enough."""
         while True:
-            event = self.screen.wait(due - time.monotonic(), self.looks)
+            event = self.screen.wait(due - time.monotonic())
             if event in (b"q", b"Q", b"\x1c"):
                 return False
-            if event in (b" ", b"\n", b"ended") or (event == b"" and time.monotonic() >= due):
+            if event in (b" ", b"\n") or (event == b"" and time.monotonic() >= due):
                 return True
             if event == b"resized" and self.last:
                 self.show()
 
-    def watch(self, count: int, interval_s: float) -> bool:
-        """Whether the user has had enough; else the last look's status is the program's."""
+    def watch(self, count: int, interval_s: float) -> int:
+        """The last look's exit status; 0: the user has had enough."""
         due = time.monotonic() + interval_s
-        while line := self.looks.take():
-            self.take(line)
+        while look := self.looks.take():
+            self.take(look)
             count -= 1
             if count == 0:
-                return False
+                break
             if not self.pause_until(due):
-                return True
+                return 0
             due = time.monotonic() + interval_s
-        return False
+        return self.looks.code
 
 
-def main(as_json: bool, count: str, interval_ms: str, color: str, program: str, *words: str) -> int:
-    """*count* 0: endless. *color*: "color", or ""."""
+def main(
+    as_json: bool, count: str, interval_ms: str, color: str, publication: str, *words: str
+) -> int:
+    """*count* 0: endless. *color*: "color", or "". *words*: of the looks' command line."""
     screen = _Screen(as_json)
     _handle_signals(screen)
-    with tempfile.TemporaryFile() as said:  # a screen has no room for it
-        looks, enough = _Looks(program, words, said if screen.drawn else None), True
-        try:
-            screen.open()
-            top = _Top(screen, looks, as_json, color != "")
-            enough = top.watch(int(count), int(interval_ms) / 1e3)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at exit
-            sys.exit(128 + signal.SIGPIPE)
-        finally:
-            screen.close()
-            code = looks.end(now=enough)
-        said.seek(0)
-        sys.stderr.write(said.read().decode("utf-8", "replace"))
-    return 0 if enough else code
+    looks = _Looks(publication, words, screen.drawn)
+    try:
+        screen.open()
+        code = _Top(screen, looks, as_json, color != "").watch(int(count), int(interval_ms) / 1e3)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at exit
+        sys.exit(128 + signal.SIGPIPE)
+    finally:
+        screen.close()
+        looks.tell()
+    return code
