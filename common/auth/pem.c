@@ -123,7 +123,7 @@ bool identity_suffices(const identity *has, const identity *wanted)
 #define NAMES_MOST 200
 #define FILE_MOST ((size_t)1 << 20)
 #define NOT_TAKEN "is not strong enough, or not of a kind that TLS 1.3 takes"
-#define MAKE "make them: README.md, \"Certificates\""
+#define MAKE "make them: docs/how-to/certificates.md"
 
 static const own_file_rules cert_rules = {
     .what = "certificate file", .phase = "certificate", .make = MAKE};
