@@ -88,6 +88,8 @@ def test_what_init_is_to_have_besides(stack: ExitStack) -> None:
     assert engine.initialised is not None and engine.initialised["unused"] == ["mtp.*"]
     with pytest.raises(RequestError, match="'run'"):
         registry_of(engine, init={"run": "1"})
+    with pytest.raises(fanin.RequestError, match=r"init is '\{.*give"):
+        registry_of(engine, init='{"mode": "loader"}')
 
 
 def test_what_an_engine_was_started_with_is_no_version(stack: ExitStack) -> None:

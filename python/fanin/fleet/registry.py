@@ -120,6 +120,8 @@ class Registry:
 
         self._client = handed_on("Registry", Client, client)
         self.run = check_run(run)
+        if not isinstance(init, Mapping | None):
+            raise RequestError.make(f"init is {init!r}", 'give {"unused": [...]}', key="init")
         self._init = dict(init or {})
         for name in sorted({"trainer", "run", "timeout"} & self._init.keys()):
             raise RequestError.make(
