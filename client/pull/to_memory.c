@@ -365,27 +365,32 @@ static destination as_destination(memory_destination *m, uint64_t started_ns)
 
 /* What is done with the destination: a pull that ends here, or a session that begins. */
 typedef struct use {
+    /* describes it for this call, or takes what was prepared */
+    fanin_status (*run)(const struct use *u, fanin_error *error);
+    const fanin_tensor *tensors;
+    size_t count;
+    fanin_destination *prepared;
+    fanin_result **result_out;
+    bool begins; /* a session */
+    fanin_session **session_out;
     fanin_client *client;
     const fanin_pull_options *options;
-    delta_base *base; /* what the memory holds; NULL: it was described for this call */
-    fanin_result **result_out;
-    fanin_session **session_out; /* NULL: a pull */
     uint64_t started_ns;
 } use;
 
-static fanin_status fill_memory(const use *u, memory_destination *m, fanin_error *error)
+/* @p base: what the memory holds; NULL: it was described for this call. */
+static fanin_status fill_memory(const use *u, memory_destination *m, delta_base *base,
+                                fanin_error *error)
 {
     destination d = as_destination(m, u->started_ns);
-    d.base = u->base;
-    if (u->session_out)
+    d.base = base;
+    if (u->begins)
         return pull_session_open(u->client, u->options, &d, m->all->count,
                                  u->session_out, error);
     return pull_run(u->client, u->options, &d, u->result_out, error);
 }
 
-/* Tensors that are described for this call. */
-static fanin_status run_described(const use *u, const fanin_tensor *tensors,
-                                  size_t count, fanin_error *error)
+static fanin_status run_described(const use *u, fanin_error *error)
 {
     described all;
     places found = {0};
@@ -393,58 +398,50 @@ static fanin_status run_described(const use *u, const fanin_tensor *tensors,
                             .places = &found,
                             .dtype = u->options->dtype,
                             .finder = {.g = gpu_present()}};
-    fanin_status status = described_open(&all, tensors, count, error);
+    fanin_status status = described_open(&all, u->tensors, u->count, error);
     if (status == FANIN_OK)
         status = places_find(&all, &m.finder, &found, error);
     if (status == FANIN_OK)
-        status = fill_memory(u, &m, error);
+        status = fill_memory(u, &m, NULL, error);
     close_memory(&m);
     places_clear(&found);
     described_close(&all);
     return status;
 }
 
-static fanin_status run_prepared(use *u, fanin_destination *prepared,
-                                 fanin_error *error)
+static fanin_status run_prepared(const use *u, fanin_error *error)
 {
     memory_destination m = {.dtype = u->options->dtype, .finder = {.g = gpu_present()}};
-    if (!prepared)
+    if (!u->prepared)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the destination is NULL");
-    fanin_status status = prepared_take(prepared, &m.finder, &m.all, &m.places, error);
-    u->base = prepared_base(prepared);
+    fanin_status status =
+        prepared_take(u->prepared, &m.finder, &m.all, &m.places, error);
     if (status == FANIN_OK)
-        status = fill_memory(u, &m, error);
+        status = fill_memory(u, &m, prepared_base(u->prepared), error);
     close_memory(&m);
-    prepared_give(prepared, m.places);
+    prepared_give(u->prepared, m.places);
     return status;
 }
 
-/* @p checked is for the caller's options. */
-static fanin_status open_use(use *u, fanin_client *client,
-                             const fanin_pull_options *options,
-                             fanin_pull_options *checked, fanin_error *error)
+static fanin_status run_use(use u, fanin_client *client,
+                            const fanin_pull_options *options, fanin_error *error)
 {
-    *u = (use){.client = client, .options = checked, .started_ns = clock_ns()};
-    return pull_check(client, options, checked, error);
-}
-
-static fanin_status set_session(use *u, fanin_session **session_out, fanin_error *error)
-{
-    u->session_out = session_out;
-    if (!session_out)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "session_out is NULL");
-    return FANIN_OK;
+    fanin_pull_options checked;
+    u.client = client;
+    u.options = &checked;
+    u.started_ns = clock_ns();
+    fanin_status status = pull_check(client, options, &checked, error);
+    if (status == FANIN_OK && u.begins && !u.session_out)
+        status = error_set(error, FANIN_ERR_ARGUMENT, NULL, "session_out is NULL");
+    return status == FANIN_OK ? u.run(&u, error) : status;
 }
 
 fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
                                const fanin_tensor *tensors, size_t count,
                                fanin_result **result_out, fanin_error *error)
 {
-    use u;
-    fanin_pull_options checked;
-    fanin_status status = open_use(&u, client, options, &checked, error);
-    u.result_out = result_out;
-    return status == FANIN_OK ? run_described(&u, tensors, count, error) : status;
+    const use u = {run_described, tensors, count, .result_out = result_out};
+    return run_use(u, client, options, error);
 }
 
 fanin_status fanin_client_pull_into(fanin_client *client,
@@ -452,23 +449,17 @@ fanin_status fanin_client_pull_into(fanin_client *client,
                                     fanin_destination *into, fanin_result **result_out,
                                     fanin_error *error)
 {
-    use u;
-    fanin_pull_options checked;
-    fanin_status status = open_use(&u, client, options, &checked, error);
-    u.result_out = result_out;
-    return status == FANIN_OK ? run_prepared(&u, into, error) : status;
+    const use u = {run_prepared, .prepared = into, .result_out = result_out};
+    return run_use(u, client, options, error);
 }
 
 fanin_status fanin_client_begin(fanin_client *client, const fanin_pull_options *options,
                                 const fanin_tensor *all, size_t count,
                                 fanin_session **session_out, fanin_error *error)
 {
-    use u;
-    fanin_pull_options checked;
-    fanin_status status = open_use(&u, client, options, &checked, error);
-    if (status == FANIN_OK)
-        status = set_session(&u, session_out, error);
-    return status == FANIN_OK ? run_described(&u, all, count, error) : status;
+    const use u = {run_described, all, count, .begins = true,
+                   .session_out = session_out};
+    return run_use(u, client, options, error);
 }
 
 fanin_status fanin_client_begin_into(fanin_client *client,
@@ -476,10 +467,7 @@ fanin_status fanin_client_begin_into(fanin_client *client,
                                      fanin_destination *into,
                                      fanin_session **session_out, fanin_error *error)
 {
-    use u;
-    fanin_pull_options checked;
-    fanin_status status = open_use(&u, client, options, &checked, error);
-    if (status == FANIN_OK)
-        status = set_session(&u, session_out, error);
-    return status == FANIN_OK ? run_prepared(&u, into, error) : status;
+    const use u = {run_prepared, .prepared = into, .begins = true,
+                   .session_out = session_out};
+    return run_use(u, client, options, error);
 }
