@@ -117,6 +117,23 @@ END
     ended "${relays[0]}"
 }
 
+@test "a relay that is stopped while steps come takes the last one" {
+    start_ranks "${model[@]}" --update-every 700 --steps 6
+    relay one --verify
+    relay two --verify
+    until_true grep -q '"event":"step"' one
+    until_true grep -q '"event":"step"' two
+    stop "${relays[0]}"
+    until_true grep -q '"step":6,' two
+    kill -CONT "${relays[0]}"
+    until_true grep -q '"step":6,' one
+    until_true holds 6 6
+    stop_ranks
+    for pid in "${relays[@]}"; do
+        ended "$pid"
+    done
+}
+
 @test "a trainer that is started again: its steps are others, those of before are dropped" {
     start_ranks "${model[@]}" --first-step 7
     relay one
