@@ -97,20 +97,20 @@ static int reach(const session *s)
 
 enum { AGAIN_MS = 250 };
 
-/* A second one, if time is left, where only that tells what is wrong. */
-static fanin_status take_looks(const session *s, look *l, look_rates *rates,
-                               fanin_error *error)
+/* A second one, if time is left, where only that tells what is wrong: then *@p before is the first,
+   taken *@p ns_out earlier. */
+static fanin_status take_looks(const session *s, look *l, look *before,
+                               uint64_t *ns_out, fanin_error *error)
 {
     fanin_status status = look_take(s, session_left_ms(s), l, error);
-    if (status == FANIN_OK && problems_need_rates(l) &&
+    uint64_t first = clock_ns();
+    if (status == FANIN_OK && problems_need_another(l) &&
         session_left_ms(s) >= 2 * AGAIN_MS) {
-        look_rates_take(rates, l, clock_ns());
-        look_free(l);
+        *before = *l;
         poll(NULL, 0, AGAIN_MS);
         status = look_take(s, session_left_ms(s), l, error);
+        *ns_out = clock_ns() - first;
     }
-    if (status == FANIN_OK)
-        look_rates_take(rates, l, clock_ns());
     return status;
 }
 
@@ -118,20 +118,20 @@ static int status(session *s, const invocation *line, void *cookie)
 {
     const request *r = cookie;
     fanin_error error = FANIN_ERROR_INIT;
-    look l = {0};
-    look_rates rates = {0};
+    look l = {0}, before = {0};
+    uint64_t ns = 0;
     problems p;
     int code = session_need_run(s);
     code = code != 0 ? code : reach(s);
     if (code != 0)
         return code;
-    if (take_looks(s, &l, &rates, &error) != FANIN_OK) {
+    if (take_looks(s, &l, &before, &ns, &error) != FANIN_OK) {
         look_free(&l);
-        look_rates_free(&rates);
+        look_free(&before);
         return session_failure(s, "no status", &error);
     }
-    problems_find(&l, &rates, r->max_age_ms, &p);
-    look_rates_free(&rates);
+    problems_find(&l, before.ranks != NULL ? &before : NULL, ns, r->max_age_ms, &p);
+    look_free(&before);
     if (line->common.json)
         output_json(look_json(s, &l, &p));
     else

@@ -219,64 +219,6 @@ uint64_t look_drain_ns(const fanin_rank_stats *s, unsigned percent)
     return all == 0 ? 0 : bound < s->drain_wait_ns_max ? bound : s->drain_wait_ns_max;
 }
 
-/* ------------------------------------------------------------- what has changed */
-
-static uint64_t pulls_of(const look_rank *r)
-{
-    return r->stats.pulls_good + r->stats.pulls_stale;
-}
-
-/* By stream as the rank sent them, by the others as readers have told. */
-static uint64_t bytes_of(const look_rank *r)
-{
-    const fanin_rank_stats *s = &r->stats;
-    return s->bytes_streamed + s->bytes_cma + s->bytes_rdma + s->bytes_cuda_ipc;
-}
-
-/* What counts backwards is another process. */
-static look_rate rate_of(const look_before *b, const look_rank *r, uint64_t now_ns)
-{
-    uint64_t bytes = bytes_of(r);
-    if (!look_answered(r) || !r->stats.counted || !b->known || now_ns <= b->at_ns ||
-        strcmp(b->address, r->at.address) != 0 || pulls_of(r) < b->pulls ||
-        bytes < b->bytes)
-        return (look_rate){0};
-    return (look_rate){
-        .known = true, .bytes = bytes - b->bytes, .ns = now_ns - b->at_ns};
-}
-
-static void look_remember(look_before *b, const look_rank *r, uint64_t now_ns)
-{
-    *b = (look_before){.known = r->stats.counted,
-                       .bytes = bytes_of(r),
-                       .pulls = pulls_of(r),
-                       .at_ns = now_ns};
-    snprintf(b->address, sizeof b->address, "%s", r->at.address);
-}
-
-void look_rates_take(look_rates *r, const look *l, uint64_t now_ns)
-{
-    if (r->count < l->count) {
-        r->list = output_require(realloc(r->list, l->count * sizeof *r->list));
-        r->before = output_require(realloc(r->before, l->count * sizeof *r->before));
-        memset(r->before + r->count, 0, (l->count - r->count) * sizeof *r->before);
-        r->count = l->count;
-    }
-    for (uint32_t i = 0; i < l->count; i++) {
-        const look_rank *rank = &l->ranks[i];
-        r->list[i] = rate_of(&r->before[i], rank, now_ns);
-        if (look_answered(rank))
-            look_remember(&r->before[i], rank, now_ns);
-    }
-}
-
-void look_rates_free(look_rates *r)
-{
-    free(r->list);
-    free(r->before);
-    *r = (look_rates){0};
-}
-
 /* ----------------------------------------------------------------- for programs */
 
 static json_t *drain_waits_json(const fanin_rank_stats *s)

@@ -65,36 +65,13 @@ typedef struct problems {
     size_t count, capacity;
 } problems;
 
-/** Of one rank, what has changed between two looks. */
-typedef struct look_rate {
-    bool known;         /**< it answered both, and is still the process that it was */
-    uint64_t bytes, ns; /**< that readers got of it, and the time in between */
-} look_rate;
-
-typedef struct look_before {
-    bool known;
-    char address[MISSING_ADDRESS];
-    uint64_t bytes, pulls, at_ns;
-} look_before;
-
-typedef struct look_rates {
-    look_rate *list; /**< as the ranks of the look that was taken last */
-    look_before *before;
-    uint32_t count;
-} look_rates;
-
-/** Compares @p l, taken at @p now_ns, with the look that was given before. All zero at first. */
-void look_rates_take(look_rates *r, const look *l, uint64_t now_ns);
-void look_rates_free(look_rates *r);
-
-/** Finds them, the worst first. @p rates: how @p l differs from the look before, as far as that is
-    known.
+/** Finds them, the worst first. @p before: a look that was taken @p ns earlier; NULL: none.
     @p max_age_ms: commits may be as old, whatever the ranks are at; 0: all must publish one step
     now. */
-void problems_find(const look *l, const look_rates *rates, uint64_t max_age_ms,
+void problems_find(const look *l, const look *before, uint64_t ns, uint64_t max_age_ms,
                    problems *out);
 /** Whether only another look tells if a rank is slow. */
-bool problems_need_rates(const look *l);
+bool problems_need_another(const look *l);
 void problems_free(problems *p);
 /** The worst that is a failure; FANIN_OK: none. */
 fanin_status problems_verdict(const problems *p);

@@ -206,25 +206,36 @@ static uint32_t find_last(const look *l, uint32_t *through_out)
     return sending == 1 && through > 0 ? last : l->count;
 }
 
-bool problems_need_rates(const look *l)
+bool problems_need_another(const look *l)
 {
     uint32_t through;
     return find_last(l, &through) < l->count;
 }
 
-static void judge_slow(problems *p, const look *l, const look_rates *rates)
+/* By stream as the rank sent them, by the others as readers have told. */
+static uint64_t bytes_of(const look_rank *r)
+{
+    const fanin_rank_stats *s = &r->stats;
+    return s->bytes_streamed + s->bytes_cma + s->bytes_rdma + s->bytes_cuda_ipc;
+}
+
+/* Of whom readers have got nothing since the look before. */
+static void judge_slow(problems *p, const look *l, const look *before, uint64_t ns)
 {
     uint32_t through, last = find_last(l, &through);
-    if (last >= rates->count || last == l->count || !rates->list[last].known ||
-        rates->list[last].bytes > 0)
+    if (before == NULL || last == l->count || last >= before->count)
         return;
-    const look_rank *slow = &l->ranks[last];
+    const look_rank *slow = &l->ranks[last], *then = &before->ranks[last];
+    if (!look_answered(then) || !then->stats.counted || !slow->stats.counted ||
+        strcmp(then->at.address, slow->at.address) != 0 ||
+        bytes_of(then) != bytes_of(slow))
+        return;
     problems_add(
         p, SLOW, slow, "slow", FANIN_OK,
         "%s is slow: readers have waited %s for what it sends, for %s the network or "
         "they have taken nothing; %" PRIu32 " of the others have sent all",
         missing_name(&slow->at).s, output_age(slow->is.lease_age_ms).s,
-        output_age(rates->list[last].ns / 1000000).s, through);
+        output_age(ns / 1000000).s, through);
 }
 
 /* Of all pulls since the rank was started; the first rank of which it is true speaks for all. */
@@ -252,7 +263,7 @@ static int by_weight(const void *a, const void *b)
                                   : (x->rank > y->rank) - (x->rank < y->rank);
 }
 
-void problems_find(const look *l, const look_rates *rates, uint64_t max_age_ms,
+void problems_find(const look *l, const look *before, uint64_t ns, uint64_t max_age_ms,
                    problems *out)
 {
     *out = (problems){0};
@@ -265,7 +276,7 @@ void problems_find(const look *l, const look_rates *rates, uint64_t max_age_ms,
         judge_step(out, l, r, max_age_ms);
         judge_leases(out, r);
     }
-    judge_slow(out, l, rates);
+    judge_slow(out, l, before, ns);
     judge_stale(out, l);
     if (out->count > 0)
         qsort(out->list, out->count, sizeof *out->list, by_weight);
