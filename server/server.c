@@ -228,8 +228,8 @@ static fanin_status check_bind(const fanin_server_config *c, socket_address *out
     if (!open && !socket_is_loopback(out))
         return bad(
             error, "the address to bind to is not a loopback address",
-            "to serve a network be open, with an allow-list (FANIN_SERVER_OPEN and "
-            "allow, --open and --allow)");
+            "to serve a network be open, with an allow-list: FANIN_SERVER_OPEN and "
+            "allow, open=True and allow=, --open and --allow");
     if (open && (!c->allow || !*c->allow))
         return bad(error, "an open server needs an allow-list of networks",
                    "set allow, for example to \"10.0.0.0/8\"");

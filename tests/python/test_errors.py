@@ -71,6 +71,11 @@ def test_what_the_library_says_is_carried() -> None:
     )
 
 
+def test_the_remedy_of_a_network_without_open_has_pythons_words() -> None:
+    with pytest.raises(fanin.RequestError, match="is not a loopback address.*open=True and allow="):
+        fanin.Server(world_id=bytes(15) + b"x", rank=0, world_size=1, bind="192.0.2.1")
+
+
 def test_a_failure_without_a_word_gets_the_codes_text() -> None:
     with pytest.raises(fanin.HostError) as caught:
         check(-501, new_error())
