@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from fanin.engine.clients import incarnations_of, is_outlived
@@ -83,7 +83,8 @@ class Shadow:
         self._asking = asking if self._packed.dtype is None else None
         #: Whether the last :meth:`fill` has asked for deltas.
         self.asked = False
-        self._installing = landing.installation(self._tensors)
+        #: Copies what was read into the model, and processes what has to be.
+        self.install = landing.installation(self._tensors)
 
     def _lay_out(
         self, layouts: dict[tuple[str, str], Any], workers: int
@@ -140,10 +141,6 @@ class Shadow:
             asking.came(result)
         self._packed.settle()
         return result
-
-    def install(self) -> None:
-        """Copies what was read into the model, and processes what has to be."""
-        self._installing()
 
     def touched(self) -> None:
         self._packed.tensors.touched()
@@ -363,10 +360,6 @@ class Comparison:
     unseen: list[str] = field(default_factory=list)
     #: Parameters that no update fills, by ``keep``.
     kept: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the way between processes."""
-        return asdict(self)
 
 
 def poison(landing: MappedLanding) -> None:

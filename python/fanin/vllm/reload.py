@@ -268,7 +268,7 @@ def abandon(model: Any) -> None:
 def end(model: Any, model_config: Any) -> None:
     """Processes what loading alone has not: attention, padded modules, tied embeddings."""
     _layerwise().finalize_layerwise_reload(model, model_config)
-    refresh_ties(model)
+    _process(_sharing(model))
     _round(widened(model))
 
 
@@ -396,18 +396,12 @@ def as_loaded(module: Any, leaf: str, tensor: Any) -> Any:
     return tensor.to(loaded).to(tensor.dtype)
 
 
-def refresh_ties(model: Any) -> None:
-    """Processes modules anew that share a parameter with one before them.
+def _sharing(model: Any) -> list[Any]:
+    """Modules that are processed and share a parameter with one before them.
 
     What they made of it beside it (on the CPU: a packed copy of tied embeddings) is stale when only
     the other module was loaded.
     """
-    for module in _sharing(model):
-        module.quant_method.process_weights_after_loading(module)
-
-
-def _sharing(model: Any) -> list[Any]:
-    """Modules that are processed and share a parameter with one before them."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     owners: dict[int, Any] = {}
@@ -424,6 +418,11 @@ def _sharing(model: Any) -> list[Any]:
     return found
 
 
+def _process(modules: list[Any]) -> None:
+    for module in modules:
+        module.quant_method.process_weights_after_loading(module)
+
+
 # ------------------------------------------------------------------ one module
 
 
@@ -434,16 +433,16 @@ class Skeleton:
     """
 
     def __init__(self, name: str, module: Any) -> None:
+        from vllm.model_executor.model_loader.reload import meta
+
         self.name, self.module = name, module
-        layerwise = _layerwise()
-        self._info = layerwise.get_layerwise_info(module)
+        self._info = _layerwise().get_layerwise_info(module)
         parameters, buffers = self._info.restore_metadata
-        skipped = layerwise_skips()
         #: Tensors without memory, by name.
         self.leaves: dict[str, Any] = {
             leaf: tensor
             for leaf, tensor in {**parameters, **buffers}.items()
-            if leaf not in skipped
+            if leaf not in meta.SKIP_TENSORS
         }
 
     def live(self, leaf: str) -> Any:
@@ -495,6 +494,14 @@ class Skeleton:
         for leaf, tensor in tensors.items():
             setattr(self.module, leaf, dressed(tensor, self.leaves[leaf]))
 
+    def _enter_alone(self, tensors: dict[str, Any]) -> None:
+        """Likewise, and copies of what is never a skeleton: it is the live one, which processing
+        must not write."""
+        self._enter(tensors)
+        for leaf, tensor in list(self.module._parameters.items()):
+            if leaf not in self.leaves and tensor is not None:
+                self.module._parameters[leaf] = torch.nn.Parameter(tensor.clone(), False)
+
     def install(self, tensors: dict[str, Any]) -> None:
         """Processes *tensors*, one for each leaf, and copies what comes of them to the kernels'.
 
@@ -518,10 +525,7 @@ class Skeleton:
         """
         module, method = self.module, self.module.quant_method
         with _kept(module, method):
-            self._enter(tensors)
-            for leaf, tensor in list(module._parameters.items()):
-                if leaf not in self.leaves and tensor is not None:
-                    module._parameters[leaf] = torch.nn.Parameter(tensor.clone(), False)
+            self._enter_alone(tensors)
             _forget_processed(module)
             method.process_weights_after_loading(module)
             found = {**dict.fromkeys(self.leaves), **module._parameters, **module._buffers}
@@ -542,14 +546,8 @@ class Skeleton:
         counts = {leaf: torch._C._storage_Use_Count(s._cdata) for leaf, s in storages.items()}
         live = {leaf: _layout(t) for leaf in self.leaves if (t := self.live(leaf)) is not None}
         with _kept(module, method):
-            self._enter(tensors)
-            given = _attributes(module, method)
-            for leaf, tensor in list(module._parameters.items()):
-                if leaf not in self.leaves and tensor is not None:
-                    # Never a skeleton, so the live one: it is not to be written.
-                    module._parameters[leaf] = torch.nn.Parameter(tensor.clone(), False)
-            others = dict(module._parameters)
-            tensor = None
+            self._enter_alone(tensors)
+            given, others = _attributes(module, method), dict(module._parameters)
             _forget_processed(module)
             method.process_weights_after_loading(module)
             result = {
@@ -619,13 +617,6 @@ def _forget_processed(module: Any) -> None:
     """Online quantization processes a module once, unless it has forgotten that it did."""
     if hasattr(module, "_already_called_process_weights_after_loading"):
         delattr(module, "_already_called_process_weights_after_loading")
-
-
-def layerwise_skips() -> frozenset[str]:
-    """Names of tensors that are never skeletons."""
-    from vllm.model_executor.model_loader.reload import meta
-
-    return frozenset(meta.SKIP_TENSORS)
 
 
 def dressed(tensor: Any, skeleton: Any) -> Any:
@@ -699,8 +690,7 @@ class Afterwards:
             with _in_place(module):
                 module.process_weights_after_loading(self._dtype)
         self._attention = [m for m in self._attention if not _writes_the_same(m)]
-        for module in self._ties:
-            module.quant_method.process_weights_after_loading(module)
+        _process(self._ties)
         _round(self._widened)
 
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -392,7 +392,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             found = beside.compare(landing, trainer, step, deadline)
         found.unseen += landing.by_loader
         found.kept += sorted(target.kept)
-        return found.as_dict()
+        return asdict(found)
 
     def holds_of(self, step: int, publication: str) -> dict[str, Any]:
         """Digests of what the model, or its draft, holds of *publication*; see
