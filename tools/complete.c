@@ -275,10 +275,9 @@ static void complete_line(const command *const *all, int count,
 int complete(const command *const *all, int argc, const char *const *argv)
 {
     const char *what = argc > 2 ? argv[1] : "";
-    if (strcmp(what, "line") == 0) {
+    if (strcmp(what, "line") == 0)
         complete_line(all, argc - 2, argv + 2);
-    } else if (strcmp(what, "options") == 0) {
+    else if (strcmp(what, "options") == 0)
         list_options(command_find(all, argv[2]));
-    }
     return 0;
 }
