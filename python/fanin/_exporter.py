@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def page(publication: str, status: dict[str, Any]) -> str:
 
 def _status(command: list[str]) -> dict[str, Any]:
     """What *command* says, or why it says nothing; it ends by itself (``--timeout``)."""
-    done = subprocess.run(command, stdout=subprocess.PIPE)
+    env = {name: value for name, value in os.environ.items() if name != "FANIN_TRACE"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=env)  # not a trace a scrape
     try:
         told: dict[str, Any] = json.loads(done.stdout)
     except ValueError:

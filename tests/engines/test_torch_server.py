@@ -439,20 +439,38 @@ def test_an_open_update_is_not_committed_by_another_call(pull, snapshot):
         assert server.runs == {"lora:0": 2}
 
 
-def test_two_calls_that_look_at_once_do_not_both_take_a_run(monkeypatch):
-    checked, others = Publisher._check_step, []
+def test_a_call_beside_another_is_refused_on_this_rank_alone(monkeypatch):
+    """Also before the first one has begun its update. Other ranks go by the first one."""
+    checked, others, told = Publisher._check_step, [], []
 
     def check(self, run, step):
         checked(self, run, step)
-        if step == 1:  # before the run is taken
+        if step == 1:
             others.append(pool.submit(server.publish, 2))
             concurrent.futures.wait(others, timeout=0.2)
 
     with serve(adapted()) as server, concurrent.futures.ThreadPoolExecutor() as pool:
         server.publish(0)
         monkeypatch.setattr(Publisher, "_check_step", check)
+        monkeypatch.setattr(type(server), "_unpublished", lambda *words: told.append(words))
         with server.updating(1), pytest.raises(StateError, match="step 1 of lora:0 is being"):
             others[0].result(60)
+        assert server.runs == {"lora:0": 1} and not told
+
+
+def test_a_run_that_is_resumed_at_a_step_is_not_updated_meanwhile(monkeypatch):
+    goes_on = Publisher._continue
+
+    def go_on(self, runs, step):
+        goes_on(self, runs, step)
+        with pytest.raises(StateError, match="step 1 of lora:0 is being written"):
+            server.publish(2)
+
+    with serve(adapted()) as server:
+        server.publish(0)
+        server.pause()
+        monkeypatch.setattr(Publisher, "_continue", go_on)
+        server.resume(step=1)
         assert server.runs == {"lora:0": 1}
 
 

@@ -255,8 +255,10 @@ class Publisher:
                 The server does not see writes that PyTorch does not count: through ``.data`` and
                 NumPy, and by kernels that get a pointer.
         """
+        runs = self._chosen(step)
         with contextlib.ExitStack() as walked:
-            runs = walked.enter_context(self._claimed(step))
+            walked.enter_context(self._claimed(runs))
+            self._check_steps(runs)
             walked.enter_context(self._digesting(runs, digests))
             walked.enter_context(self._told_of_failure(runs))
             self._refuse_written(run for run, _ in runs)
@@ -284,15 +286,14 @@ class Publisher:
                 readable, and reads all that this rank holds once. If digesting fails, a warning
                 says why.
         """
-        with (
-            self._claimed(step) as runs,
-            self._digesting(runs, digests),
-            self._told_of_failure(runs),
-        ):
-            self._refuse_written(run for run, _ in runs)
-            changes = self._look([run for run, _ in runs])
-            with self._rewriting(runs):
-                self._tell_all(runs, changes)
+        runs = self._chosen(step)
+        with self._claimed(runs):
+            self._check_steps(runs)
+            with self._digesting(runs, digests), self._told_of_failure(runs):
+                self._refuse_written(run for run, _ in runs)
+                changes = self._look([run for run, _ in runs])
+                with self._rewriting(runs):
+                    self._tell_all(runs, changes)
 
     def pause(self, run: Run | None = None, reason: str = "trainer memory offloaded") -> None:
         """Before the parameters' memory is offloaded, put to sleep or loaded from a checkpoint.
@@ -333,25 +334,27 @@ class Publisher:
 
         Raises:
             NotFoundError: no such run.
-            StateError: it is not paused; parameters are unsharded or still offloaded.
+            StateError: it is not paused; parameters are unsharded or still offloaded; another call
+                updates it.
             RequestError: a step that is not above the last.
         """
         runs = self._named(run)
-        with self._told_of_refusal(runs):
-            for one in runs:
-                if not one.paused:
-                    raise StateError.make(
-                        f"{one.publication} is not paused",
-                        "pause(run) it before",
-                        key=one.publication,
-                    )
-                if step is not None:
-                    self._check_step(one, step)
         pairs = [(one, (one.step or 0) if step is None else step) for one in runs]
-        with self._told_of_failure(pairs):
-            self._continue(runs, step)
-            with self._rewriting([] if step is None else pairs):
-                pass
+        with self._claimed(pairs):
+            with self._told_of_refusal(runs):
+                for one in runs:
+                    if not one.paused:
+                        raise StateError.make(
+                            f"{one.publication} is not paused",
+                            "pause(run) it before",
+                            key=one.publication,
+                        )
+                    if step is not None:
+                        self._check_step(one, step)
+            with self._told_of_failure(pairs):
+                self._continue(runs, step)
+                with self._rewriting([] if step is None else pairs):
+                    pass
 
     def _continue(self, runs: list[OneRun], step: int | None) -> None:
         """Ends the runs' pauses; step: their next one, None: they are readable again."""
@@ -621,19 +624,22 @@ class Publisher:
         return ", ".join(self.runs) or "none"
 
     @contextlib.contextmanager
-    def _claimed(self, step: Steps) -> Iterator[list[tuple[OneRun, int]]]:
-        """The runs that *step* names, which no other call updates until the body has ended."""
-        runs = self._chosen(step)
-        with self._told_of_refusal([one for one, _ in runs]), _claims:
-            for one, at in runs:
-                self._check_open(one)
-                self._check_step(one, at)
-            for one, at in runs:
-                one.writing = at
+    def _claimed(self, runs: list[tuple[OneRun, int]]) -> Iterator[None]:
+        """No other call updates the runs until the body has ended.
+
+        Other ranks do not hear of a call that comes meanwhile: the first one speaks for this rank.
+        """
+        taken: list[OneRun] = []
         try:
-            yield runs
+            with _claims:
+                for one, _ in runs:
+                    self._refuse_open(one)
+                for one, at in runs:
+                    taken.append(one)
+                    one.writing = at
+            yield
         finally:
-            for one, _ in runs:
+            for one in taken:
                 one.writing = None
 
     def _chosen(self, step: Steps) -> list[tuple[OneRun, int]]:
@@ -657,18 +663,23 @@ class Publisher:
                 )
         return runs
 
-    def _check_open(self, run: OneRun) -> None:
-        if run.paused:
-            raise StateError.make(
-                f"{run.publication} is paused", "resume(run) it before", key=run.publication
-            )
+    def _refuse_open(self, run: OneRun) -> None:
         if run.writing is not None:  # a commit would publish half of what is written
             raise StateError.make(
-                f"step {run.writing} of {run.publication} is being written: updating() or "
-                "publish() has not ended",
+                f"step {run.writing} of {run.publication} is being written: updating(), "
+                "publish() or resume() has not ended",
                 "end that call before the next one, and use a run from one thread or task",
                 key=run.publication,
             )
+
+    def _check_steps(self, runs: list[tuple[OneRun, int]]) -> None:
+        with self._told_of_refusal([one for one, _ in runs]):
+            for one, at in runs:
+                if one.paused:
+                    raise StateError.make(
+                        f"{one.publication} is paused", "resume(run) it before", key=one.publication
+                    )
+                self._check_step(one, at)
 
     def _check_step(self, run: OneRun, step: int) -> None:
         """Before anything is written, not when it has been."""

@@ -351,7 +351,17 @@ class WeightServer(Publisher):
         self._tables[source.publication] = table
 
     def remove_run(self, run: Run) -> None:
-        """As :meth:`Publisher.remove_run`; call it on every rank."""
+        """Takes a run's weights back: on return nobody reads its memory any more.
+
+        Call it on every rank. Blocks until the run's readers are done, at most ``lease`` seconds. A
+        run that is added under the same name must go on above the last step.
+
+        Args:
+            run: the run to remove.
+
+        Raises:
+            NotFoundError: no such run.
+        """
         super().remove_run(run)
         self._tables.pop(full_publication(run), None)
         self._replicas.pop(full_publication(run), None)
