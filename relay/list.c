@@ -73,7 +73,8 @@ struct holders_list {
     atomic_bool stop;
     task task;
     bool has_numbers, is_known;
-    bool refused; /* a rank has said that relays are not allowed */
+    bool is_taken; /* a rank has the offer, as far as is known */
+    bool refused;  /* a rank has said that relays are not allowed */
     int32_t
         stale_rank; /* that has said that the step is none of its own, or no more; -1 */
     known_list lists[LISTS];
@@ -118,7 +119,7 @@ bool list_offer(holders_list *list, const uint8_t world_id[16], const list_rank 
     next.serial = list->task.serial + 1;
     task_clear(&list->task);
     list->task = next;
-    list->is_known = false;
+    list->is_known = list->is_taken = false;
     list->stale_rank = -1;
     forget_lists(list);
     pthread_mutex_unlock(&list->lock);
@@ -190,6 +191,11 @@ int32_t list_stale_rank(holders_list *list)
     int32_t rank = list->stale_rank;
     pthread_mutex_unlock(&list->lock);
     return rank;
+}
+
+bool list_is_taken(holders_list *list)
+{
+    return read_flag(list, &list->is_taken);
 }
 
 bool list_is_known(holders_list *list)
@@ -295,12 +301,12 @@ static void apply_answer(holders_list *list, const task *t, known_list *h,
         for (uint32_t i = 0; i < m->n_entries && good; i++)
             good = apply_entry(h, &m->entries[i]);
         h->of.roster = good ? m->roster : 0;
-        if (news) {
+        if (good && news) {
             memset(h->members, 0, sizeof h->members);
             memcpy(h->members, m->members.data, m->members.size);
         }
         list->changes += news;
-        list->is_known = true;
+        list->is_known = list->is_taken = true;
         for (size_t i = 0; i < t->n_lists; i++)
             list->is_known = list->is_known && list->lists[i].version > 0;
     }
@@ -547,6 +553,7 @@ static void tell_failure(holders_list *list, fanin_status status,
     list->refused = refused;
     list->stale_rank = status == FANIN_ERR_STALE ? why->rank : -1;
     list->is_known = true;
+    list->is_taken = false;
     pthread_mutex_unlock(&list->lock);
     wake_up(list->changed);
     if (again)

@@ -53,6 +53,8 @@ void list_withdraw(holders_list *list);
 bool list_is_refused(holders_list *list);
 /** The rank that has said that the step was taken back, or is not committed there yet; -1: none. */
 int32_t list_stale_rank(holders_list *list);
+/** Whether a rank has what is offered, as far as is known. */
+bool list_is_taken(holders_list *list);
 /** Whether the rank has answered what is offered, or cannot. */
 bool list_is_known(holders_list *list);
 /** Whether the list has changed since @p *seen, or is not known yet; then a copy of it without

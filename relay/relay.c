@@ -205,8 +205,8 @@ static fanin_status publish_parts(fanin_relay *r, uint64_t step, fanin_error *er
 
 /* ------------------------------------------------------------------------------ the list */
 
-/* Whether the list's thread offers that already, or is about to try again. To offer it anew would
-   leave its requests parked at the rank, which keeps few of a session. */
+/* Whether the rank has that offer. To make it anew would leave requests parked there, and it keeps
+   few of a session. */
 static bool is_offered(fanin_relay *r, const msg_offer *m, const digest *whole)
 {
     const msg_offer *o = &r->offered;
@@ -214,16 +214,17 @@ static bool is_offered(fanin_relay *r, const msg_offer *m, const digest *whole)
            memcmp(m->incarnation, o->incarnation, sizeof m->incarnation) == 0 &&
            memcmp(m->holding, o->holding, sizeof m->holding) == 0 &&
            strcmp(m->publication, o->publication) == 0 &&
-           digest_equal(whole, &r->offered_whole) && list_is_known(r->list) &&
-           list_stale_rank(r->list) < 0 && !list_is_refused(r->list);
+           digest_equal(whole, &r->offered_whole) && list_is_taken(r->list);
 }
 
-/* To the first of the ranks, in their order, of those that are there. */
-static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *error)
+/* To the first of the ranks, in their order, of those that are there. A step that they have passed
+   is always offered: the answer says whether it was taken back since. */
+static fanin_status offer_parts(const attempt *a, fanin_error *error)
 {
+    fanin_relay *r = a->relay;
     msg_offer m = relay_numbers(r);
     snprintf(m.publication, sizeof m.publication, "%s", r->publication);
-    m.step = step;
+    m.step = a->step;
     memcpy(m.holding, r->parts.holding.bytes, sizeof m.holding);
     m.port = fanin_server_port(r->server);
     memcpy(m.incarnation, r->self.id, sizeof m.incarnation);
@@ -232,7 +233,7 @@ static fanin_status offer_parts(fanin_relay *r, uint64_t step, fanin_error *erro
     m.local = !(r->server_config.flags & FANIN_SERVER_OPEN);
     const digest none = {0};
     const digest *whole = r->whole.map.destination ? &r->whole.holding : NULL;
-    if (is_offered(r, &m, whole ? whole : &none))
+    if (!a->passed && is_offered(r, &m, whole ? whole : &none))
         return FANIN_OK;
     if (!list_offer(r->list, r->world_id, r->ranks, r->n_ranks, &m, whole))
         return error_set_memory(error);
@@ -362,7 +363,7 @@ static fanin_status begin_attempt(attempt *a, fanin_session **session,
     if (status != FANIN_OK)
         return status;
     find_whole(r, attempt_left_ms(a), session);
-    return offer_parts(r, a->step, error);
+    return offer_parts(a, error);
 }
 
 static fanin_status try_once(attempt *a, fanin_error *error)

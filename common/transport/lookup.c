@@ -65,15 +65,16 @@ static size_t lookup_choose(const socket_address *addresses, size_t n)
     for (size_t i = 0; i < n; i++) {
         tries[i] = (struct pollfd){.events = POLLOUT};
         (void)socket_connect_start(&addresses[i], &tries[i].fd, NULL);
+        left += tries[i].fd >= 0;
     }
-    do {
+    while (chosen == n && left != 0 && !deadline_passed(at)) {
         int ready = poll(tries, n, deadline_poll_ms(at));
         if (ready > 0)
             chosen = lookup_accepted(tries, n);
         left = 0;
         for (size_t i = 0; i < n; i++)
             left += tries[i].fd >= 0;
-    } while (chosen == n && left != 0 && !deadline_passed(at));
+    }
     for (size_t i = 0; i < n; i++)
         if (tries[i].fd >= 0)
             close(tries[i].fd);

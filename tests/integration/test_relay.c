@@ -515,6 +515,20 @@ CASE(a_step_that_was_taken_back_before_the_next_is_not_had_of_others)
     expect_pull(&readers[1], 2);
 }
 
+/* Who has had it, and offers it still, asks whether it stands. */
+CASE(a_step_that_was_taken_back_is_not_had_of_others_again)
+{
+    begin_readers(2);
+    expect_pull(&readers[0], 1);
+    expect_pull(&readers[1], 1);
+    withdraw_and_commit_2();
+    readers[1].options.rule = FANIN_STEP_EXACT;
+    readers[1].options.step = 1;
+    assert_int_equal(relay_pull(&readers[1]), FANIN_ERR_STALE);
+    readers[1].options.rule = FANIN_STEP_NEWEST;
+    expect_pull(&readers[1], 2);
+}
+
 /* On the same ports, of another launch: its step 1 is another one. */
 CASE(a_restarted_trainer_is_another_world)
 {

@@ -160,7 +160,8 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
  * getaddrinfo(), which has no deadline and cannot be ended from outside. At the deadline the call
  * returns, and such a thread stays until the name server has answered. A process has at most 64
  * such threads. Numeric addresses need none. Of a name with several addresses the client takes the
- * first that accepts a connection within a second, else the first.
+ * first that accepts a connection within a second, at the port where the name comes first; else the
+ * first.
  *
  * The call checks the arguments first. Then it closes the connections that the client had, as
  * fanin_client_disconnect(). After an error the client has none. Blocks at most @p timeout_ms, and
