@@ -55,25 +55,28 @@ static size_t lookup_accepted(struct pollfd *tries, size_t n)
     return n;
 }
 
+static bool lookup_tries(const struct pollfd *tries, size_t n)
+{
+    bool any = false;
+    for (size_t i = 0; i < n; i++)
+        any = any || tries[i].fd >= 0;
+    return any;
+}
+
 /* Which of a name's addresses leads to the rank: the first that accepts a connection; 0 if none
    does in time, so that the call names that address's failure. */
 static size_t lookup_choose(const socket_address *addresses, size_t n)
 {
     struct pollfd tries[ADDRESSES_MOST];
-    size_t left = 0, chosen = n;
+    size_t chosen = n;
     deadline at = deadline_in_ms(CHOICE_MS);
     for (size_t i = 0; i < n; i++) {
         tries[i] = (struct pollfd){.events = POLLOUT};
         (void)socket_connect_start(&addresses[i], &tries[i].fd, NULL);
-        left += tries[i].fd >= 0;
     }
-    while (chosen == n && left != 0 && !deadline_passed(at)) {
-        int ready = poll(tries, n, deadline_poll_ms(at));
-        if (ready > 0)
+    while (chosen == n && lookup_tries(tries, n) && !deadline_passed(at)) {
+        if (poll(tries, n, deadline_poll_ms(at)) > 0)
             chosen = lookup_accepted(tries, n);
-        left = 0;
-        for (size_t i = 0; i < n; i++)
-            left += tries[i].fd >= 0;
     }
     for (size_t i = 0; i < n; i++)
         if (tries[i].fd >= 0)
