@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -119,8 +118,7 @@ def page(publication: str, status: dict[str, Any]) -> str:
 
 def _status(command: list[str]) -> dict[str, Any]:
     """What *command* says, or why it says nothing; it ends by itself (``--timeout``)."""
-    env = {name: value for name, value in os.environ.items() if name != "FANIN_TRACE"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, env=env)  # not a trace a scrape
+    done = subprocess.run(command, stdout=subprocess.PIPE)
     try:
         told: dict[str, Any] = json.loads(done.stdout)
     except ValueError:

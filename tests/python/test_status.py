@@ -451,6 +451,16 @@ def test_top_without_a_terminal(ranks: list[fanin.Server], target: str) -> None:
     assert [kinds(look) for look in looks] == [[("paused", 1)]] * 2
 
 
+def test_top_leaves_no_trace_a_look(target: str, tmp_path: Path) -> None:
+    subprocess.run(
+        [nixl_fetch(), "top", target, "--count", "3", "--interval", "100ms"],
+        env={**os.environ, "FANIN_TRACE": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        timeout=PATIENCE,
+    )
+    assert len(list(tmp_path.iterdir())) <= 1  # of the command itself
+
+
 def test_top_that_cannot_look_tells_why(target: str) -> None:
     words = [nixl_fetch(), "top", target, "--tls-cert", "nowhere.pem"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)

@@ -63,6 +63,7 @@ void python_add_target(python *p, const session *s, const invocation *line)
 
 void python_add_looks(python *p, const session *s, const invocation *line)
 {
+    unsetenv("FANIN_TRACE"); /* each look would leave a file */
     python_add_self(p);
     python_add(p, "status");
     python_add_target(p, s, line);

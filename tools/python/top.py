@@ -163,7 +163,6 @@ class _Looks:
 
     def __init__(self, publication: str, words: tuple[str, ...], quiet: bool) -> None:
         self.publication, self._words = publication, words
-        self._env = {name: value for name, value in os.environ.items() if name != "FANIN_TRACE"}
         self.said = tempfile.TemporaryFile() if quiet else None  # a screen has no room for it
         self.code = 0
 
@@ -172,7 +171,7 @@ class _Looks:
         if self.said:
             self.said.seek(0)
             self.said.truncate()
-        done = subprocess.run(self._words, stdout=subprocess.PIPE, stderr=self.said, env=self._env)
+        done = subprocess.run(self._words, stdout=subprocess.PIPE, stderr=self.said)
         self.code = done.returncode if done.returncode >= 0 else 128 - done.returncode
         told: dict[str, Any] = json.loads(done.stdout or "{}")
         return told
